@@ -1,0 +1,2195 @@
+# %% [markdown]
+# # Transformer Engine, proven on your own machine
+#
+# NVIDIA Transformer Engine (TE) runs the matrix multiplications of a transformer in FP8: eight bits a number instead of
+# sixteen. On the right GPU that can nearly double their speed. On the wrong GPU, or on a small model, it gains nothing.
+# This script finds out which case is yours.
+#
+# **What you will learn**
+# - which number formats your GPU can compute in, tested rather than looked up;
+# - what an FP8 cast does to a tensor, and why it needs a scale;
+# - what each TE module fuses, and how far its results lie from plain PyTorch;
+# - how to wire FP8 into a training step so that it learns as well as BF16 does;
+# - whether FP8 is faster here, what bounds it, and from which model width it pays.
+#
+# **What you need.** PyTorch. A GPU of compute capability 8.9 or higher shows everything; an older one, or none, runs the
+# same story in plain PyTorch on what it has, and says what it leaves out.
+#
+# **How to read it.** Run `python te_tutorial.py`, or open the file as a notebook and run the cells in order. Every claim
+# is followed by a check, computed on this machine. The checks are kept in `results.json` and decide the exit code.
+
+# %% [markdown]
+# ## 0. Settings
+#
+# One model size, one data set, one optimizer for the whole tutorial. As a script, each field is a flag (`--d-model 2048`);
+# in a notebook, edit the cell. On a machine without a GPU a smaller preset replaces the model's size.
+
+# %%
+import argparse
+import contextlib
+import dataclasses
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import site
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+try:
+    from tqdm.auto import tqdm
+except ImportError:  # a progress bar is a comfort, not a need
+    tqdm = None
+
+
+@dataclasses.dataclass
+class Settings:
+    vocab: int = 96  # number of distinct tokens
+    d_model: int = 768  # width
+    n_heads: int = 12  # attention heads; each is d_model / n_heads wide
+    n_layers: int = 4
+    d_ff: int = 3072  # hidden width of the MLP
+    seq: int = 256  # tokens in a training sequence
+    batch: int = 16  # sequences in a training step
+    steps: int = 500  # training steps of each run
+    lr: float = 3e-4  # peak; warms up, then decays to zero
+    margin: float = 0.05  # how far above the best possible loss training may end, as a share of it
+    recipe: str = "delayed"  # FP8 recipe to train with: delayed, current, block, mxfp8 or nvfp4
+    amax_history: int = 16  # delayed scaling: steps the scale looks back
+    prompt: int = 8  # tokens given to the generator
+    gen: int = 24  # tokens it adds
+    bench_batch: int = 32
+    bench_warmup: int = 10
+    bench_steps: int = 30
+    benchmark: str = "quick"  # quick, full (more rows and widths) or off
+    preset: str = "auto"  # auto, full or small
+    install: str = "auto"  # auto: install TE if this GPU can use it and it is missing; never: do not
+    install_minutes: int = 30  # give up on the install after this long
+    seed: int = 1234
+    out: str = "te_tutorial_out"  # folder for results.json and the figure
+
+
+SMALL = dict(d_model=64, n_heads=4, n_layers=2, d_ff=256, seq=32, batch=64, steps=500, lr=4e-3, margin=0.35, bench_warmup=2)
+CHOICES = dict(recipe=["delayed", "current", "block", "mxfp8", "nvfp4"], benchmark=["quick", "full", "off"],
+               preset=["auto", "full", "small"], install=["auto", "never"])
+
+# %% [markdown]
+# A notebook kernel has an `argv` of its own, which is none of ours. Only a run as a script has `__file__`.
+
+# %%
+def parse_arguments(argv):
+    """Return {field: value} of the flags that were given. A bad flag ends the run with one line and exit code 2."""
+    parser = argparse.ArgumentParser(prog="te_tutorial.py", description="Learn NVIDIA Transformer Engine by running it.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = refuse
+    for field in dataclasses.fields(Settings):
+        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), choices=CHOICES.get(field.name),
+                            default=argparse.SUPPRESS, help=f"default: {field.default}")
+    return vars(parser.parse_args(argv))
+
+
+def refuse(message):
+    """End the run before any work: one clear line, exit code 2."""
+    print(f"te_tutorial.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def choose_settings(given, has_gpu):
+    """Return (Settings, note): the preset for this machine, then what was given, then what follows from it."""
+    small = given.get("preset", "auto") == "small" or (given.get("preset", "auto") == "auto" and not has_gpu)
+    values = {**(SMALL if small else {}), **given}
+    note = "the small preset (no GPU; --preset full overrides)" if small and not has_gpu else "the small preset" if small else ""
+    if "d_model" in given and "n_heads" not in given:  # heads of 64, or of 128 in wide models
+        values["n_heads"] = max(1, given["d_model"] // (128 if given["d_model"] >= 2048 else 64))
+    if "d_model" in given and "d_ff" not in given:
+        values["d_ff"] = 4 * given["d_model"]
+    return Settings(**values), note
+
+# %% [markdown]
+# Impossible settings are refused now, not after ten minutes. FP8 adds rules of its own: each matrix multiplication wants
+# its inner dimensions in multiples of 16, and a training step wants batch x seq in multiples of 16 as well. A forward
+# pass alone is content with 8, which is why 24 rows run forward and then fail in backward. The rules hold on every
+# machine, so that a command that works here works on the GPU box too.
+
+# %%
+def check_settings(s):
+    """Refuse settings that cannot work, naming the rule and the nearest legal values."""
+    numbers = [f.name for f in dataclasses.fields(s) if type(f.default) in (int, float) and f.name != "seed"]
+    for name in numbers:
+        if not (getattr(s, name) > 0 and math.isfinite(getattr(s, name))):
+            refuse(f"--{name.replace('_', '-')} must be above zero, got {getattr(s, name)}")
+    if s.d_model % s.n_heads or (s.d_model // s.n_heads) % 8:
+        good = [h for h in range(1, s.d_model // 8 + 1) if s.d_model % h == 0 and (s.d_model // h) % 8 == 0]
+        near = min(good, key=lambda h: abs(h - s.n_heads), default=None)
+        hint = f"try --n-heads {near}" if near else "try --d-model 768"
+        refuse(f"--n-heads {s.n_heads} must divide --d-model {s.d_model} into heads of a multiple of 8; {hint}")
+    for name in ("d_model", "d_ff"):
+        check_multiple_of_16(name, getattr(s, name), name)
+    check_multiple_of_16("batch x seq", s.batch * s.seq, "batch", s.seq)
+    check_multiple_of_16("bench-batch x seq", s.bench_batch * s.seq, "bench_batch", s.seq)
+    if s.vocab < 8:
+        refuse(f"--vocab {s.vocab} is too small: the strides run from 1 to 6, so it must be 8 or more")
+    if s.prompt < 2:
+        refuse(f"--prompt {s.prompt} hides the stride; it must be 2 or more")
+    if s.prompt + s.gen > s.seq:
+        refuse(f"--prompt {s.prompt} plus --gen {s.gen} must fit in --seq {s.seq}; try --gen {max(1, s.seq - s.prompt)}"
+               if s.prompt < s.seq else f"--prompt {s.prompt} must be shorter than --seq {s.seq}")
+
+
+def check_multiple_of_16(what, value, flag, factor=1):
+    """Refuse `value` (= flag x factor) unless it is a multiple of 16, as FP8 training needs."""
+    if value % 16:
+        step = 16 // math.gcd(16, factor)
+        lower = value // factor // step * step
+        flag = flag.replace("_", "-")
+        refuse(f"{what} is {value}, but FP8 training needs a multiple of 16; try "
+               + (f"--{flag} {lower} or " if lower else "") + f"--{flag} {lower + step}")
+
+# %% [markdown]
+# What the script finds goes into one dictionary, and each claim into a list of checks. Both are written to `results.json`
+# at the end, also when something fails on the way.
+
+# %%
+RESULTS = {"checks": []}
+SKIPPED = []  # what this machine cannot show, for the report
+
+
+def check(name, passed, detail):
+    """Print and keep the verdict on one claim; a failed check makes the exit code 1."""
+    RESULTS["checks"].append({"name": name, "passed": bool(passed), "detail": detail})
+    print(f"  [{'pass' if passed else 'FAIL'}] {name}: {detail}")
+
+
+def skip(what, reason):
+    """Say in one line what is not shown here, and why."""
+    SKIPPED.append(f"{what}: {reason}")
+    print(f"  [skip] {what}: {reason}")
+
+
+class Stop(Exception):
+    """A step broke in a way we foresaw: its message says what and where; no traceback."""
+
+
+def write_results():
+    if RANK == 0:
+        (OUT / "results.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+
+
+def on_error(kind, error, trace):
+    """The last word of a script that did not reach its end. A notebook shows the exception itself instead."""
+    if kind is BrokenPipeError:  # the reader of our output has left, as in `| head`
+        os._exit(1)
+    code, last = 1, f"{kind.__name__}: {error}"
+    if kind is KeyboardInterrupt:
+        code, last = 130, "interrupted"
+    elif kind is not Stop:
+        sys.__excepthook__(kind, error, trace)
+    RESULTS["stopped"] = last
+    with contextlib.suppress(OSError):
+        write_results()
+    print(f"\nStopped: {last}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+# %%
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+IS_SCRIPT = "__file__" in globals()
+if hasattr(sys.stdout, "reconfigure"):  # a terminal without UTF-8 gets escapes instead of an exception
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+if RANK > 0:  # under torchrun only rank 0 speaks
+    sys.stdout = open(os.devnull, "w")
+GIVEN = parse_arguments(sys.argv[1:]) if IS_SCRIPT else {}
+SETTINGS, NOTE = choose_settings(GIVEN, torch.cuda.is_available())
+check_settings(SETTINGS)
+if IS_SCRIPT:
+    sys.excepthook = on_error
+
+OUT = Path(SETTINGS.out)
+try:
+    OUT.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=OUT).close()
+except OSError as error:
+    OUT = Path(tempfile.mkdtemp(prefix="te_tutorial_"))
+    print(f"cannot write to {SETTINGS.out} ({error.strerror}); using {OUT}")
+torch.manual_seed(SETTINGS.seed)
+RESULTS["settings"] = dataclasses.asdict(SETTINGS)
+print(f"Settings{': ' + NOTE if NOTE else ''}\n ", ", ".join(f"{k} {v}" for k, v in RESULTS["settings"].items()))
+
+# %% [markdown]
+# ## 1. Your machine
+#
+# A GPU's *compute capability* says which number formats its tensor cores multiply. BF16 came with 8.0 (A100), FP8 with 8.9
+# (L4, RTX 40) and 9.0 (H100), block-scaled formats with 10.0 (B200). A GPU that PyTorch can see but not run on counts as
+# none: one tiny multiplication tells.
+
+# %%
+@dataclasses.dataclass
+class Machine:
+    device: str  # "cuda" or "cpu"
+    gpu: str  # name, or why there is none
+    capability: tuple = None  # (major, minor), None without a GPU
+    memory_gb: float = None
+
+
+def why_no_gpu():
+    """The likeliest reason that torch sees no GPU, in one line."""
+    if torch.version.cuda is None:
+        return "this torch build has no CUDA support"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every GPU"
+    return "torch finds no usable NVIDIA driver or GPU"
+
+
+def look_at_machine():
+    """Return the Machine this process runs on. Under torchrun each process takes the GPU of its LOCAL_RANK."""
+    if not torch.cuda.is_available():
+        return Machine("cpu", why_no_gpu())
+    try:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        assert (torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")).sum().item() == 4096
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    except (RuntimeError, AssertionError) as error:
+        return Machine("cpu", f"the GPU does not run this torch build ({str(error).splitlines()[0][:120]})")
+    return Machine("cuda", found.name, (found.major, found.minor), found.total_memory / 1e9)
+
+
+MACHINE = look_at_machine()
+DEVICE = MACHINE.device
+if DEVICE == "cpu" and torch.cuda.is_available():  # a GPU that does not run: take the settings of a machine without one
+    SETTINGS, NOTE = choose_settings(GIVEN, False)
+    print(f"no usable GPU, so {NOTE or 'the same settings, slowly'}")
+
+# %% [markdown]
+# From the capability follows what to expect. `torch.cuda.is_bf16_supported()` is not asked: it says yes on a T4, because it
+# counts a slow emulation. Section 2 tests each promise by a small forward and backward pass.
+
+# %%
+FORMATS = ["FP32", "FP16", "BF16", "FP8 delayed", "FP8 current", "FP8 block", "MXFP8", "NVFP4"]
+
+
+def why_not(name, capability):
+    """Why a GPU of this capability cannot run the format, or "" if it should. `capability` None: no GPU."""
+    if name == "FP32":
+        return ""
+    if capability is None:
+        return "needs an NVIDIA GPU"
+    lowest = {"FP16": (6, 0), "BF16": (8, 0), "FP8 delayed": (8, 9), "FP8 current": (8, 9), "FP8 block": (9, 0),
+              "MXFP8": (10, 0), "NVFP4": (10, 0)}[name]
+    if capability < lowest:
+        return f"needs capability {lowest[0]}.{lowest[1]}, this GPU has {capability[0]}.{capability[1]}"
+    if name == "MXFP8" and capability >= (12, 0):
+        return "not offered by TE on capability 12.x"
+    return ""
+
+
+def print_table(header, rows):
+    """Print rows (of strings) under a header, each column as wide as its widest entry."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, ["-" * w for w in widths], *rows]:
+        print("  " + " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+# %%
+def driver_version():
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\d{3}\.\d[\d.]*", Path("/proc/driver/nvidia/version").read_text()):
+            return found[0]
+    return "unknown"
+
+
+RESULTS["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+RESULTS["machine"] = {"gpu": MACHINE.gpu if DEVICE == "cuda" else None, "capability": MACHINE.capability,
+                      "memory_gb": MACHINE.memory_gb}
+if DEVICE == "cuda":
+    RESULTS["versions"]["driver"] = driver_version()
+    print(f"GPU: {MACHINE.gpu}, compute capability {MACHINE.capability[0]}.{MACHINE.capability[1]}, {MACHINE.memory_gb:.0f} GB, "
+          f"{'one per process' if WORLD > 1 else f'1 of {torch.cuda.device_count()} used'}")
+else:
+    print(f"No GPU: {MACHINE.gpu}. Everything below runs on {torch.get_num_threads()} CPU threads.")
+print("Versions:", ", ".join(f"{k} {v}" for k, v in RESULTS["versions"].items() if v))
+print_table(["precision", "expected here?", "why not"],
+            [[name, "no" if why_not(name, MACHINE.capability) else "yes", why_not(name, MACHINE.capability)] for name in FORMATS])
+
+# %% [markdown]
+# ## 2. Transformer Engine, or why not
+#
+# Transformer Engine (TE) is hard to install for one reason: the part of it that talks to PyTorch must fit *this* torch, *this* CUDA and *this*
+# Python. Where no ready-made part exists, pip compiles 33 C++ files. This section imports TE if you have it, installs it if your GPU can use
+# it, and otherwise says what is wrong and which command mends it. Either way the tutorial goes on, without TE in plain PyTorch.
+#
+# Two details of importing. `import torch` comes first, because it loads the CUDA libraries that TE needs. And the module to try is
+# `transformer_engine.pytorch`: `import transformer_engine` alone also succeeds when its PyTorch part is broken.
+
+# %%
+TE_WANTED = "2.20.2"
+CUDA = torch.version.cuda or "13.0"  # the CUDA version this torch was built for
+CUDA_MAJOR = CUDA.split(".")[0]
+
+
+def import_te():
+    """transformer_engine.pytorch, or the exception that importing it raised."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name) == "":
+            del os.environ[name]  # set but empty, it makes TE search the whole disk for its libraries
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a warning inside TE must not stop us under `python -W error`
+        try:
+            return importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:  # seen so far: seven types
+            return error
+
+
+def pip_command(action, *arguments):
+    """The command that lets pip (or uv, where pip is missing) change the packages of the Python that runs this."""
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", action, *(["-y"] if action == "uninstall" else []), *arguments]
+    return ["uv", "pip", action, "--python", sys.executable, *arguments]
+
+# %% [markdown]
+# An import fails in a dozen known ways. Each row of the table is: what the message looks like, what it means, the command that mends it.
+# Where the command removes TE, run this tutorial again afterwards: it installs one that fits. It never removes one that you put there.
+
+# %%
+ADD = shlex.join(pip_command("install")).replace("\\", "/")
+ADD_TOOLKIT = f'{ADD} "cuda-toolkit[nvcc,cccl,cudart,cublas,cusolver,cusparse,nvtx]=={CUDA}.*"'
+REMOVE = shlex.join(pip_command("uninstall", *["transformer_engine" + part for part in ("", "_torch", "_cu12", "_cu13")])).replace("\\", "/")
+IMPORT_FAILURES = [
+    (r"empty .transformer-engine. meta|No module named 'transformer_engine", "TE is here without its PyTorch part, the extra [pytorch]", REMOVE),
+    (r"No module named '(\w+)", r"TE needs the Python module \1, which is missing", rf"{ADD} \1"),
+    (r"cuDNN [\d.]+ or later.* is ([\d.]+\d)", r"cuDNN \1 is too old for TE", f'{ADD} "nvidia-cudnn-cu{CUDA_MAJOR}>=9.12"'),
+    (r"cudnn shared object|libcudnn", "TE does not find cuDNN", f"{ADD} nvidia-cudnn-cu{CUDA_MAJOR}"),
+    (r"shared object file for", "TE is here without its compiled extension", REMOVE),
+    (r"version mismatch|Could not find (TE core|.transformer)", "TE's packages have different versions, or one is missing", REMOVE),
+    (r"libnccl", "TE does not find NCCL, which torch should have loaded", f"{ADD} nvidia-nccl-cu{CUDA_MAJOR}"),
+    (r"(lib(?:cu|nv)\w+)\.so\.(\d+)", rf"TE was built for CUDA \2 (it wants \1), this torch for CUDA {CUDA}", REMOVE),
+    (r"GLIBC\w*_[\d.]+", "TE was built for a newer C or C++ library than this system has", "conda install -c conda-forge libstdcxx-ng"),
+    (r"undefined symbol", f"TE was compiled for another torch than {torch.__version__}", REMOVE),
+    (r"StopIteration", "this old TE does not find its own library", REMOVE),
+    (r"(\w+) shared object not found", r"TE does not find the CUDA library \1", f'{ADD} "cuda-toolkit[nvrtc,curand,cublas,cudart]=={CUDA}.*"'),
+]
+
+# %% [markdown]
+# A build fails in more ways, and pip ends all of them with "Failed building wheel", hundreds of lines below the one that matters. So its
+# log is searched for that line.
+
+# %%
+AGAIN = "python te_tutorial.py"
+NEW_VENV = f"python3 -m venv --system-site-packages te && te/bin/{AGAIN}"  # sees the torch that is installed now
+CONTAINER = "docker run --gpus all -it nvcr.io/nvidia/pytorch:YY.MM-py3"  # NVIDIA's, with TE inside
+BUILD_FAILURES = [
+    (r"time limit reached", "the installation took longer than its time limit", f"{AGAIN} --install-minutes 90"),
+    (r"externally.managed", "this Python belongs to the operating system, which forbids pip to change it", NEW_VENV),
+    (r"No space left|[Qq]uota exceeded", "the disk is full", f"TMPDIR=/a/larger/disk {AGAIN}"),
+    (r"error: Killed|Killed signal|exit code -9|bad_alloc|memory exhausted|allocate memory|out of memory", "the compiler ran out of memory",
+     f"MAX_JOBS=1 {AGAIN}"),
+    (r"error: (nccl|cudnn)\w*\.h: No such", r"the header files of \1 are missing", rf"{ADD} nvidia-\1-cu{CUDA_MAJOR}"),
+    (r"error: Python\.h: No such", "the header files of Python are missing", "sudo apt-get install python3-dev"),
+    (r"error: (crt/|nv/|cu|nv)\S*: No such|CUDA_HOME environ|either find NVCC|CUDA not found|nvcc: not found|'\S*nvcc'",
+     "parts of the CUDA toolkit are missing", ADD_TOOLKIT),
+    (r"command '?\S*(\+\+|cc|clang)\S* failed: No such|(\+\+|cc): (command )?not found|unable to execute|exec\w* .cc1plus|directory: '\S*(\+\+|cc)'",
+     "there is no C++ compiler", "sudo apt-get install g++"),
+    (r"need C\+\+\d+|unrecognized command.line option .-std", "the C++ compiler is too old for this torch", f"CXX=g++-12 {AGAIN}"),
+    (r"not find CMake|cmake: not found|'cmake'", "CMake is missing", f"{ADD} cmake"),
+    (r"requires CUDA 12", "the CUDA toolkit found here is older than 12", f"CUDA_HOME=/path/of/cuda-{CUDA} {AGAIN}"),
+    (r"[Vv]ersion: 'None'|Unsupported cuda|needs Torch to build", "TE cannot be built with this torch", f"{ADD} --force-reinstall torch"),
+    (r"No module named '(\w+)", r"the build needs the Python module \1", rf"{ADD} \1"),
+    (r"ResolutionImpossible|No solution found", "TE contradicts a package that is installed", f"python3 -m venv te && te/bin/{AGAIN}"),
+    (r"CERTIFICATE_VERIFY", "the package server's certificate is not trusted", f"PIP_CERT=/path/of/your/ca.pem {AGAIN}"),
+    (r"wheel not found[\s\S]*error:", f"no ready-made TE fits torch {torch.__version__}, and compiling it failed", CONTAINER),
+    (r"Permission denied|Errno 13", "pip may not write into this Python", NEW_VENV),
+    (r"name resolution|NewConnection|Max retries|unreachable|timed out|dns error|sending request", "there is no way to the package server",
+     f"PIP_INDEX_URL=https://your.mirror/simple {AGAIN}"),
+    (r"No matching distribution found for (\S+)", r"\1 is not published for this system and Python", CONTAINER),
+]
+
+# %% [markdown]
+# What no row knows is shown as it is: the last line that names an error, and where the whole log lies.
+
+# %%
+def telling_lines(text):
+    """The lines of a log that name an error, without pip's own summary of it."""
+    lines = [line.strip() for line in text.splitlines() if re.search(r"error|killed|time limit", line, re.IGNORECASE)]
+    lines = [line for line in lines if not re.search(r"subprocess-exited|Failed (building|to build)|originates from", line)]
+    return lines or text.strip().splitlines()[-1:] or ["no output"]
+
+
+def diagnose(trouble, log=None):
+    """One line about an exception, or about the text of a log: the cause, and the command that mends it."""
+    failed_import = isinstance(trouble, Exception)
+    text = f"{type(trouble).__name__}: {trouble}" if failed_import else trouble
+    for pattern, cause, fix in IMPORT_FAILURES if failed_import else BUILD_FAILURES:
+        if match := re.search(pattern, text):
+            return match.expand(f"{cause}. This mends it: {fix}")
+    return f"not a known failure: {telling_lines(text)[-1]}" + (f" (the whole log: {log})" if log else "")
+
+# %% [markdown]
+# Before any pip command we ask whether it can succeed. TE's extension is plain C++: `nvcc` is *not* needed, although error messages ask for
+# it. Needed are a C++ compiler, Python's header files, and CUDA's in the version of torch. pip's torch brings nearly all of those, in
+# `site-packages/nvidia/*/include`, where the build does not look by itself; two more come in small packages. A torch that came another way
+# needs a CUDA toolkit beside it.
+
+# %%
+def pip_headers(wanted=""):
+    """The header folders of pip's CUDA packages; given a file name, only those that hold that file."""
+    folders = [folder for entry in dict.fromkeys(sys.path) for folder in sorted(Path(entry).glob("nvidia/*/include"))]
+    return [str(folder) for folder in folders if (folder / wanted).exists()]
+
+
+def toolkit():
+    """The folder of a CUDA toolkit of torch's major version, or "". An nvcc may be a link or a wrapper: ask it where it lives."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        answer = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+        homes[1:1] = re.findall("TOP=(.*)", answer.stderr)
+    for home in filter(None, homes):
+        header = Path(home, "include", "cuda.h")
+        if header.is_file() and f"define CUDA_VERSION {CUDA_MAJOR}" in header.read_text(errors="replace"):
+            return os.path.realpath(home)
+    return ""
+
+
+def compiler():
+    names = [os.environ.get("CXX"), "g++", "c++", "clang++"]
+    return next((name for name in names if name and shutil.which(name.split()[0])), "")
+
+# %% [markdown]
+# Where one of these lacks, one way is left: TE's build first looks for a ready-made extension on its release page. We look there too, and
+# start nothing that cannot end well.
+
+# %%
+def ready_made():
+    """Is there a ready-made extension for exactly this torch, CUDA and Python? (The build forms the address in the same way.)"""
+    python, abi = f"cp{sys.version_info[0]}{sys.version_info[1]}", str(torch.compiled_with_cxx11_abi()).upper()
+    url = (f"https://github.com/NVIDIA/TransformerEngine/releases/download/v{TE_WANTED}/transformer_engine_torch-{TE_WANTED}+cu{CUDA_MAJOR}"
+           f"torch{torch.__version__}cxx11abi{abi}-{python}-{python}-linux_{platform.machine()}.whl")
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).status == 200
+    except OSError:  # not there, or no network
+        return False
+
+
+def torch_on_disk():
+    """The version of the torch package that pip sees now. The running one may be another."""
+    importlib.invalidate_caches()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+
+# %%
+def why_not_install():
+    """The reason not to start pip, or an empty string."""
+    installed, running = str(torch_on_disk()).split("+")[0], torch.__version__.split("+")[0]
+    python_h = Path(sysconfig.get_path("include"), "Python.h")
+    obstacles = [
+        (SETTINGS.install == "never", "it is not installed, and --install never forbids it", f"{AGAIN} --install auto"),
+        (sys.platform != "linux", "it exists for Linux only, on Windows that means WSL", "wsl --install"),
+        (sys.version_info < (3, 10), f"it needs Python 3.10 or newer, this is {platform.python_version()}", "uv venv --python 3.12"),
+        (torch.version.cuda is None or CUDA_MAJOR not in ("12", "13"),
+         f"it needs a torch for CUDA 12 or 13, this one has {torch.version.cuda or 'no CUDA'}", f"{ADD} --upgrade torch"),
+        (os.environ.get("WORLD_SIZE", "1") != "1", "it is not installed, and only one process may do that, so not under torchrun", AGAIN),
+        (not importlib.util.find_spec("pip") and not shutil.which("uv"), "neither pip nor uv is here to install it",
+         f"{shlex.quote(sys.executable)} -m ensurepip"),
+        (installed != running, f"torch {running} runs but {installed} is installed", "restart Python (in a notebook: the kernel)"),
+        (not compiler() and not ready_made(), "there is no C++ compiler", "sudo apt-get install g++"),
+        (not python_h.is_file() and not ready_made(), "the header files of Python are missing", "sudo apt-get install python3-dev"),
+        (not (pip_headers("cuda_runtime.h") or toolkit() or ready_made()), "CUDA's header files are missing", ADD_TOOLKIT),
+    ]
+    return next((f"{cause}. This mends it: {fix}" for obstacle, cause, fix in obstacles if obstacle), "")
+
+# %% [markdown]
+# The build is told all this through environment variables. It compiles as many files at once as cores *and memory* allow: one takes about
+# 2 GB, the largest 3.5 GB. Without that bound a machine with many cores and little memory freezes.
+
+# %%
+def build_jobs():
+    """How many files to compile at once."""
+    memory_gb = [int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) / 2**20]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
+            memory_gb.append(int(Path("/sys/fs/cgroup", limit).read_text()) / 2**30)
+    return max(1, min(len(os.sched_getaffinity(0)), int(min(memory_gb) - 2) // 2))
+
+
+def build_settings():
+    """The environment variables for the build."""
+    home = toolkit()
+    paths = {"CPATH": [*pip_headers(), home and f"{home}/include", os.environ.get("CPATH")],
+             "PATH": [os.path.dirname(sys.executable), os.environ.get("PATH")]}  # pip puts ninja beside python
+    settings = {name: os.pathsep.join(filter(None, parts)) for name, parts in paths.items()}
+    settings.update(MAX_JOBS=os.environ.get("MAX_JOBS") or str(build_jobs()), CXX=compiler(), CUDA_HOME=home)
+    if pip_headers("cuda_runtime.h"):
+        settings["NVTE_BUILD_USE_NVIDIA_WHEELS"] = "1"  # these headers rather than a toolkit's: they have torch's own version
+    return {name: value for name, value in settings.items() if value}
+
+
+def build_helpers():
+    """The packages that the compilation needs; pip leaves alone those that are here."""
+    header_packages = ["nvidia-cuda-crt", "nvidia-cuda-cccl"] if CUDA_MAJOR == "13" else ["nvidia-cuda-nvcc-cu12", "nvidia-cuda-cccl-cu12"]
+    return ["setuptools", "wheel", "packaging", "ninja"] + [f"{name}=={CUDA}.*" for name in header_packages if pip_headers("cuda_runtime.h")]
+
+# %% [markdown]
+# pip runs in a process group of its own. So the time limit, Ctrl-C, `kill` and a closed terminal end the compilers too, which would
+# otherwise go on for minutes, unseen.
+
+# %%
+@contextlib.contextmanager
+def process_group(command, settings, output):
+    """A running command; it and all its children end when the `with` block is left, whatever the reason."""
+    def leave(number, frame):  # let `kill` and a closed terminal unwind the stack, as Ctrl-C does
+        sys.exit(128 + number)
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
+    process = subprocess.Popen(command, env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                               start_new_session=True)
+    try:
+        yield process
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                try:
+                    os.killpg(process.pid, signal.SIGINT)
+                    process.wait(5)
+                finally:
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+# %%
+HEARTBEAT_S = 30
+
+
+def progress(log):
+    """How far pip has come: how many files are compiled, or its last line."""
+    text = log.read_text(errors="replace")
+    counts = re.findall(r"^\s*\[(\d+)/(\d+)\]", text, re.MULTILINE)
+    if counts and counts[-1][0] != counts[-1][1]:
+        return "{} of {} files compiled".format(*counts[-1])
+    return text.strip().splitlines()[-1].strip()[:70]
+
+
+def run_logged(command, settings, log, deadline):
+    """Run a command, its output in the log, with a sign of life now and then. True if it succeeds before the deadline."""
+    begin = time.monotonic()
+    with open(log, "a") as output, process_group(command, settings, output) as process:
+        while process.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                print("time limit reached", file=output)
+                return False
+            try:
+                process.wait(min(HEARTBEAT_S, left))
+            except subprocess.TimeoutExpired:
+                minutes, seconds = divmod(int(time.monotonic() - begin), 60)
+                print(f"  {minutes}:{seconds:02d} {progress(log)}")
+        print(f"exit code {process.returncode}", file=output)
+    return process.returncode == 0
+
+# %% [markdown]
+# Two more traps. pip must not replace the torch that is running: a constraint pins it, and afterwards we look whether that held. And pip
+# keeps what it compiled once, even for another torch: `--no-cache-dir` avoids that. `--no-build-isolation` shows your torch to the build.
+
+# %%
+def install_te():
+    """Install TE for the running torch. Returns the reason of a failure, or an empty string."""
+    before, log = torch_on_disk(), OUT / "te_install.log"
+    log.write_text("")
+    pins = log.with_name("te_pins.txt")
+    pins.write_text(f"torch=={before}\n")
+    print(f"Installing Transformer Engine {TE_WANTED}. If there is no ready-made one for torch {before}, 33 C++ files are compiled: about\n"
+        f"2 minutes on 16 cores, 16 on 2, {SETTINGS.install_minutes} at most. Ctrl-C stops it, --install never avoids it. Log: {log}")
+    deadline = time.monotonic() + 60 * SETTINGS.install_minutes
+    for packages in (build_helpers(), ["-v", "--no-cache-dir", "--no-build-isolation", f"transformer_engine[pytorch]=={TE_WANTED}"]):
+        command, settings = pip_command("install", "--constraint", str(pins), *packages), build_settings()
+        print(f"$ {shlex.join(command)}")
+        with open(log, "a") as output:
+            print(*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(command), file=output)
+        done = run_logged(command, settings, log, deadline)  # without the helpers a ready-made TE may still come
+    if torch_on_disk() != before:
+        return f"pip replaced torch {before} by {torch_on_disk()}. This mends it: restart Python (in a notebook: the kernel)"
+    if done:
+        return ""
+    text = log.read_text(errors="replace")
+    print("\n".join(["The installation failed:", *(f"  {line[:200]}" for line in telling_lines(text)[:3]), f"  The whole log: {log}"]))
+    return diagnose(text, log)
+
+# %%
+def load_te():
+    """The module transformer_engine.pytorch and "", or None and the reason."""
+    if MACHINE.capability is None:
+        return None, "no usable NVIDIA GPU"
+    if MACHINE.capability < (8, 0):
+        return None, f"{MACHINE.gpu} has compute capability {MACHINE.capability[0]}.{MACHINE.capability[1]}, TE needs 8.0 (A100) or more"
+    found = import_te()
+    if isinstance(found, ModuleNotFoundError) and getattr(importlib.util.find_spec("transformer_engine"), "origin", None) is None:
+        if reason := why_not_install() or install_te():
+            return None, reason
+        if site.ENABLE_USER_SITE:
+            site.addsitedir(site.getusersitepackages())  # pip may just have made that folder
+        sys.modules.pop("transformer_engine", None)  # an empty folder of that name imports as an empty module
+        found = import_te()
+    if isinstance(found, Exception):
+        return None, diagnose(found)
+    if not hasattr(found, "autocast"):
+        return None, f"this TE is too old for the tutorial. This mends it: {REMOVE}"
+    return found, ""
+
+
+te, TE_REASON = load_te()
+recipe = importlib.import_module("transformer_engine.common.recipe") if te else None
+TE_VERSION = importlib.import_module("transformer_engine").__version__ if te else None
+print(f"Transformer Engine {TE_VERSION} is ready." if te else f"Going on without Transformer Engine: {TE_REASON}")
+
+# %% [markdown]
+# ### What really runs here
+#
+# From here on one object says what "FP8" or "BF16" means: a `Precision` holds the name, the 16-bit type of everything that
+# is not an FP8 matrix multiplication, and TE's recipe. Its `context()` is entered around the forward pass only. Backward
+# follows what forward recorded, so it runs outside.
+
+# %%
+@dataclasses.dataclass
+class Precision:
+    name: str
+    dtype: torch.dtype = torch.float32  # activations and the 16-bit matrix multiplications
+    recipe: object = None  # TE's quantization recipe, or None
+    reason: str = ""  # why it does not run here; "" if it does
+
+    @contextlib.contextmanager
+    def context(self):
+        with contextlib.ExitStack() as stack:
+            if self.dtype != torch.float32:
+                stack.enter_context(torch.autocast(DEVICE, self.dtype))
+            if self.recipe is not None:
+                stack.enter_context(te.autocast(enabled=True, recipe=self.recipe))
+            yield
+
+
+def make_recipe(name):
+    """The TE recipe of this name, or None. TE ignores a misspelt argument silently, so the fields are read back."""
+    if te is None or name not in FORMATS[3:]:
+        return None
+    if name == "FP8 delayed":
+        made = recipe.DelayedScaling(fp8_format=recipe.Format.HYBRID, amax_history_len=SETTINGS.amax_history, amax_compute_algo="max")
+        assert (made.amax_history_len, made.amax_compute_algo) == (SETTINGS.amax_history, "max")
+        return made
+    return {"FP8 current": recipe.Float8CurrentScaling, "FP8 block": recipe.Float8BlockScaling,
+            "MXFP8": recipe.MXFP8BlockScaling, "NVFP4": recipe.NVFP4BlockScaling}[name]()
+
+# %% [markdown]
+# Three judges, in this order: the compute capability, TE's own `is_*_available`, and a small forward and backward pass. The
+# order matters. Entering `te.autocast` with a recipe the GPU lacks raises, and for NVFP4 it also leaves FP8 switched on.
+# And an FP8 forward that works proves little: backward multiplies other shapes in other formats.
+
+# %%
+def te_says_no(name):
+    """TE's own reason against the format, or ""."""
+    ask = {"BF16": te.is_bf16_available, "FP8 delayed": te.is_fp8_available, "FP8 current": te.is_fp8_available,
+           "FP8 block": te.is_fp8_block_scaling_available, "MXFP8": te.is_mxfp8_available, "NVFP4": te.is_nvfp4_available}
+    if name not in ask:
+        return ""
+    available, reason = ask[name](return_reason=True)
+    return "" if available else f"TE says: {' '.join(reason.split()) or 'not available'}"
+
+
+def probe(precision):
+    """Run a small forward and backward pass in this precision; return what went wrong, or ""."""
+    try:
+        net = te.LayerNormMLP(128, 256) if precision.recipe is not None else nn.Linear(128, 128, device=DEVICE)
+        x = torch.randn(128, 128, device=DEVICE, requires_grad=True)
+        with precision.context():
+            y = net(x)
+        y.float().pow(2).mean().backward()
+        return "" if torch.isfinite(x.grad).all() else "the gradients of a small test were not finite"
+    except Exception as error:  # whatever it is, it takes out this precision alone
+        return f"failed a small test: {type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:120]}"
+
+
+def judge(name):
+    """Return the Precision of this name with the reason why it does not run here, if any."""
+    dtype = {"FP32": torch.float32, "FP16": torch.float16}.get(name, torch.bfloat16)
+    needs_te = name not in ("FP32", "FP16", "BF16")
+    reason = why_not(name, MACHINE.capability) or ("TE is not there (see above)" if needs_te and te is None else "")
+    reason = reason or (te_says_no(name) if te else "")
+    made = Precision(name, dtype, make_recipe(name) if not reason else None, reason)
+    made.reason = reason or probe(made)
+    return made
+
+# %%
+PRECISIONS = {name: judge(name) for name in FORMATS}
+RUNS = [p for p in PRECISIONS.values() if not p.reason]  # all that work here
+FP8S = [p for p in RUNS if p.recipe is not None]
+BASE = next(p for p in [PRECISIONS["BF16"], PRECISIONS["FP16"], PRECISIONS["FP32"]] if not p.reason)  # to compare FP8 with
+WANTED = {"delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}[SETTINGS.recipe]
+FP8 = next((p for p in sorted(FP8S, key=lambda p: p.name != WANTED)), None)  # the wanted recipe, else one that runs
+USE_TE = te is not None and BASE.name == "BF16"
+RESULTS["backend"] = "te" if USE_TE else "torch"
+RESULTS["versions"]["transformer_engine"] = TE_VERSION
+RESULTS["precisions"] = [{"name": p.name, "available": not p.reason, "reason": p.reason} for p in PRECISIONS.values()]
+print_table(["precision", "runs here?", "why not"], [[p.name, "no" if p.reason else "yes", p.reason] for p in PRECISIONS.values()])
+print(f"The model will be built from {'Transformer Engine' if USE_TE else 'plain PyTorch'} modules and trained in {BASE.name}"
+      + (f" and in {FP8.name}." if FP8 else ". FP8 does not run here."))
+if FP8 and FP8.name != WANTED:
+    print(f"You asked for {WANTED}, which does not run here; {FP8.name} takes its place.")
+
+# %% [markdown]
+# ## 3. FP8 by hand
+#
+# FP8 comes in two layouts. E4M3 (4 exponent bits, 3 mantissa bits) reaches 448; E5M2 trades a mantissa bit for range and
+# reaches 57344. Both are so narrow that real tensors do not fit: gradients fall below the smallest number, activations
+# climb above the largest. So each tensor gets a *scale*. Multiply by it, cast, and divide it out after the multiplication.
+# The best scale puts the tensor's largest magnitude, its *amax*, on the largest number of the format:
+# `scale = fp8_max / amax`.
+#
+# The loss is told in decibels: SQNR, the signal-to-quantization-noise ratio. Each mantissa bit is worth about 6 dB.
+
+# %%
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_MAX = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}  # 448 and 57344
+
+
+def cast_fp8(x, layout, scale):
+    """x -> FP8 -> x again: what is left of `x` after a cast with `scale`. Values beyond the range saturate."""
+    largest = FP8_MAX[layout]
+    return (x * scale).clamp(-largest, largest).to(layout).float() / scale
+
+
+def sqnr_db(exact, approximate):
+    """Signal-to-quantization-noise ratio in dB: 20 log10(|exact| / |exact - approximate|)."""
+    noise = (exact.double() - approximate.double()).norm()
+    return (20 * torch.log10(exact.double().norm() / noise)).item() if noise > 0 else math.inf
+
+
+TENSORS = {"gradients": torch.randn(512, 512) * 2e-4, "activations": torch.randn(512, 512) * 200}
+CAST_DB = {}  # SQNR of one scaled cast, for the bounds further down
+rows = []
+for title, x in TENSORS.items():
+    for layout in (E4M3, E5M2):
+        for how, scale in (("no scale", 1.0), ("fp8_max / amax", FP8_MAX[layout] / x.abs().max().item())):
+            y = cast_fp8(x, layout, scale)
+            lost, saturated = (y == 0).float().mean().item(), (x.abs() * scale > FP8_MAX[layout]).float().mean().item()
+            rows.append([title, str(layout)[13:17].upper(), how, f"{lost:.1%}", f"{saturated:.1%}", f"{sqnr_db(x, y):.1f}"])
+    CAST_DB.update({layout: sqnr_db(x, cast_fp8(x, layout, FP8_MAX[layout] / x.abs().max().item())) for layout in FP8_MAX})
+print_table(["tensor", "layout", "scale", "became zero", "saturated", "SQNR dB"], rows)
+
+# %% [markdown]
+# Without a scale E4M3 loses the gradients whole and clips the activations. With one, both tensors keep the same quality,
+# and that quality is set by the mantissa alone. A uniform rounding error within a binade predicts 31.8 dB for three
+# mantissa bits and 25.8 dB for two (6.02 dB a bit apart).
+
+# %%
+worst = max(abs(CAST_DB[E4M3] - 31.8), abs(CAST_DB[E5M2] - 25.8))
+check("a scaled cast is as good as its mantissa", worst < 1.5, f"E4M3 {CAST_DB[E4M3]:.1f} dB, E5M2 {CAST_DB[E5M2]:.1f} dB; 31.8 and 25.8 predicted")
+x = TENSORS["gradients"]
+check("without a scale, E4M3 loses small gradients", sqnr_db(x, cast_fp8(x, E4M3, 1.0)) < 10,
+      f"{(cast_fp8(x, E4M3, 1.0) == 0).float().mean():.0%} became zero; with scale {(cast_fp8(x, E4M3, 448 / x.abs().max().item()) == 0).float().mean():.1%}")
+
+# %% [markdown]
+# TE does the same. After one forward pass its delayed-scaling state holds the scale we compute by hand. And when inputs
+# and weights are numbers that FP8 has, an FP8 matrix multiplication is exact: the cast is the only error FP8 adds.
+
+# %%
+def te_linear(weight, precision, *inputs):
+    """A te.Linear with this weight, run forward on each input in turn; returns (module, last output)."""
+    linear = te.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data.copy_(weight)
+    for x in inputs:
+        with precision.context():
+            y = linear(x)
+    return linear, y.detach()
+
+
+if PRECISIONS["FP8 delayed"] in FP8S:
+    x = TENSORS["activations"].to(DEVICE, torch.bfloat16)
+    linear, _ = te_linear(torch.eye(512), PRECISIONS["FP8 delayed"], x)
+    by_te, by_hand = linear.fp8_meta["scaling_fwd"].scale[0].item(), 448 / x.abs().max().item()
+    check("TE's scale is the one computed by hand", math.isclose(by_te, by_hand, rel_tol=1e-6), f"{by_te:.6f} and {by_hand:.6f}")
+    grid = torch.arange(-7, 8, device=DEVICE) / 4  # -1.75 ... 1.75 in quarters: all exact in E4M3, also times 448 / 1.75 = 256
+    x, w = (grid[torch.randint(0, 15, (64, 64), device=DEVICE)] for _ in range(2))
+    x[0, 0] = w[0, 0] = 1.75
+    _, y = te_linear(w, PRECISIONS["FP8 delayed"], x.bfloat16(), x.bfloat16())
+    exact = (x.double() @ w.double().T).bfloat16()
+    check("what FP8 can represent, it multiplies exactly", torch.equal(y, exact), f"{(y == exact).float().mean():.0%} of outputs equal")
+else:
+    skip("TE's scale against ours", PRECISIONS["FP8 delayed"].reason)
+
+# %% [markdown]
+# ### Choosing a recipe: what a history costs
+#
+# Computing amax needs a pass over the tensor before the cast. *Current scaling* pays for that pass. *Delayed scaling* takes
+# the largest amax of the last steps instead, which is cheaper, and right as long as tensors change slowly. When they jump,
+# it is wrong for one step: values beyond the old range saturate. Below, the input grows 64-fold at step 20. The weight is
+# the identity, so the output is the cast itself.
+
+# %%
+def by_hand(delayed, inputs):
+    """SQNR of the cast of each input under delayed or current scaling."""
+    history, quality = [], []
+    for x in inputs:
+        amax = x.abs().max().item()
+        known = max(history[-SETTINGS.amax_history:], default=448.0) if delayed else amax
+        quality.append(sqnr_db(x, cast_fp8(x, E4M3, 448 / known)))
+        history.append(amax)
+    return quality
+
+
+def by_te(delayed, inputs):
+    """The same, measured through te.Linear."""
+    linear = te.Linear(256, 256, bias=False)
+    linear.weight.data.copy_(torch.eye(256))
+    quality = []
+    for x in inputs:
+        with PRECISIONS["FP8 delayed" if delayed else "FP8 current"].context():
+            quality.append(sqnr_db(x.bfloat16(), linear(x.bfloat16())))
+    return quality
+
+
+real = {"FP8 delayed", "FP8 current"} <= {p.name for p in FP8S}
+inputs = [torch.randn(256, 256, device=DEVICE) * (64 if step >= 20 else 1) for step in range(24)]
+DELAYED, CURRENT = ((by_te if real else by_hand)(delayed, inputs) for delayed in (True, False))
+print_table(["SQNR dB at step", "19", "20 (jump)", "21", "22"],
+            [[name] + [f"{q[i]:.1f}" for i in (19, 20, 21, 22)] for name, q in (("delayed", DELAYED), ("current", CURRENT))])
+check("delayed scaling pays for a jump, once", DELAYED[20] < 10 < 25 < min(DELAYED[19], DELAYED[21], *CURRENT[19:]),
+      f"{DELAYED[20]:.1f} dB in the step of the jump, {DELAYED[21]:.1f} dB one step later; current scaling {CURRENT[20]:.1f} dB "
+      f"({'measured in TE' if real else 'computed by hand'})")
+
+# %% [markdown]
+# ## 4. The modules
+#
+# TE's modules fuse what a transformer does around its matrix multiplications: the norm before, the activation between, the
+# cast to FP8. Each has a plain PyTorch twin. The twins below use TE's parameter names, so weights move between the two by
+# name, and the same model can be built from either *kit*.
+
+# %%
+class TorchLayerNormLinear(nn.Module):
+    """[..., n_in] -> [..., n_out]: what te.LayerNormLinear fuses."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.layer_norm_weight, self.layer_norm_bias = nn.Parameter(torch.ones(n_in)), nn.Parameter(torch.zeros(n_in))
+        self.weight, self.bias = nn.Parameter(torch.empty(n_out, n_in)), nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x):
+        return F.linear(F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias), self.weight, self.bias)
+
+
+class TorchLayerNormMLP(nn.Module):
+    """[..., d_model] -> d_ff -> [..., d_model]: what te.LayerNormMLP fuses. TE's gelu is the tanh form."""
+
+    def __init__(self, d_model, d_ff):
+        super().__init__()
+        self.layer_norm_weight, self.layer_norm_bias = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+        self.fc1_weight, self.fc1_bias = nn.Parameter(torch.empty(d_ff, d_model)), nn.Parameter(torch.zeros(d_ff))
+        self.fc2_weight, self.fc2_bias = nn.Parameter(torch.empty(d_model, d_ff)), nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, x):
+        x = F.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias)
+        return F.linear(F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh"), self.fc2_weight, self.fc2_bias)
+
+# %% [markdown]
+# Attention takes the packed projection `[batch, seq, 3, heads, head]` and returns `[batch, seq, d_model]`. One trap is silent:
+# TE's modules assume *sequence first* (`sbhd`) by default. Feed them batch-first tensors without saying `bshd` and
+# they attend across the batch, never across time. Nothing crashes; the model just cannot learn.
+#
+# A second one costs time. TE wants the packed tensor whole, as `qkv_layer=`, and slices it inside. Autograd then undoes the
+# three slices with three zero fills, three copies and two additions per layer. We split the tensor ourselves instead. TE
+# recognises the three views as one buffer and returns their gradients in one buffer too, so our backward copies nothing.
+# (TE 2.20 calls this recognition deprecated. Section 8 measures both ways.)
+
+# %%
+class SplitQKV(torch.autograd.Function):
+    """[B, T, 3, H, d] -> three views [B, T, H, d]; in backward, gradients that already lie packed are used in place."""
+
+    @staticmethod
+    def forward(ctx, qkv):
+        return qkv.unbind(2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        B, T, H, d = dq.shape
+        packed, third = (T * 3 * H * d, 3 * H * d, d, 1), H * d
+        if dq.stride() == dk.stride() == dv.stride() == packed and all(
+                g.untyped_storage().data_ptr() == dq.untyped_storage().data_ptr() and g.storage_offset() == dq.storage_offset() + i * third
+                for i, g in enumerate((dq, dk, dv))):
+            return dq.as_strided((B, T, 3, H, d), (*packed[:2], third, d, 1))
+        return torch.stack((dq, dk, dv), dim=2)
+
+
+class TEAttention(nn.Module):
+    def __init__(self, d_model, n_heads, declare=False):
+        super().__init__()
+        self.declare = declare  # True: hand TE the packed tensor, as it prefers
+        self.core = te.DotProductAttention(n_heads, d_model // n_heads, qkv_format="bshd", attn_mask_type="causal")
+
+    def forward(self, qkv):
+        if self.declare:
+            return self.core(qkv_layer=qkv)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self.core(*SplitQKV.apply(qkv))
+
+
+class TorchAttention(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+
+    def forward(self, qkv):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, d]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+# %%
+class Block(nn.Module):
+    """One pre-norm transformer layer, [B, T, d_model] -> the same: the four modules of a kit and two residual additions."""
+
+    def __init__(self, kit, d_model, n_heads, d_ff, **attention):
+        super().__init__()
+        self.heads = (3, n_heads, d_model // n_heads)
+        self.qkv = kit.LayerNormLinear(d_model, 3 * d_model)  # rows of the weight: all of Q, then K, then V
+        self.attention = kit.Attention(d_model, n_heads, **attention)
+        self.proj = kit.Linear(d_model, d_model)
+        self.mlp = kit.LayerNormMLP(d_model, d_ff)
+
+    def forward(self, x):
+        x = x + self.proj(self.attention(self.qkv(x).unflatten(-1, self.heads)))
+        return x + self.mlp(x)
+
+
+TORCH_KIT = SimpleNamespace(name="PyTorch", Linear=nn.Linear, LayerNorm=nn.LayerNorm, RMSNorm=nn.RMSNorm,
+                            LayerNormLinear=TorchLayerNormLinear, LayerNormMLP=TorchLayerNormMLP, Attention=TorchAttention)
+TE_KIT = te and SimpleNamespace(name="TE", Linear=te.Linear, LayerNorm=te.LayerNorm, RMSNorm=te.RMSNorm,
+                                LayerNormLinear=te.LayerNormLinear, LayerNormMLP=te.LayerNormMLP, Attention=TEAttention)
+KIT = TE_KIT if USE_TE else TORCH_KIT
+
+# %% [markdown]
+# `te.TransformerLayer` is these four modules in one. Its parameters carry longer names; shortened, they fit our block. So one
+# pair of functions moves weights between any two modules that compute the same thing.
+
+# %%
+def short(name):
+    """The name in our Block of a parameter of te.TransformerLayer; any other name as it is."""
+    for long, ours in {"self_attention.layernorm_qkv.": "qkv.", "self_attention.proj.": "proj.", "layernorm_mlp.": "mlp."}.items():
+        name = name.replace(long, ours)
+    return name
+
+
+def weights_of(module):
+    """{short name: FP32 copy} of all parameters. TE's pickled `_extra_state` is not needed and stays behind."""
+    return {short(name): p.detach().float().clone() for name, p in module.named_parameters()}
+
+
+def load_weights(module, weights):
+    """Copy weights from `weights_of` into a module of either kit; names must match."""
+    own = {short(name): p for name, p in module.named_parameters()}
+    if own.keys() != weights.keys():
+        raise Stop(f"weights do not fit: {sorted(own.keys() ^ weights.keys())[:4]}")
+    for name, p in own.items():
+        p.data.copy_(weights[name])
+    return module
+
+
+def initialise(module, seed):
+    """Seeded weights, the same for every kit and as in TE: matrices N(0, 0.023), biases 0, norm weights 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        if p.dim() > 1:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.023)
+        elif name.endswith("bias"):
+            p.data.zero_()
+    return module
+
+# %% [markdown]
+# Now the tour. Each module gets the weights of its twin and the same input, and both run forward and backward. The
+# yardstick is the twin in FP32. Two bounds, each with a reason:
+#
+# - in 16 bits, TE may err twice as much as PyTorch itself does in 16 bits, plus one BF16 rounding (2e-3), since PyTorch's
+#   autocast keeps norms in FP32;
+# - in FP8, section 3 gives the noise of one cast. A chain of *n* matrix multiplications casts 2*n* tensors, which adds
+#   10 log10(2*n*) dB of noise. Backward casts gradients to E5M2, so it starts from that layout's quality. 3 dB are margin.
+
+# %%
+def outcome(module, x, dy, precision, rounds=1):
+    """{name: tensor} of the output and every gradient. Delayed scaling needs a first round to learn its scales."""
+    for _ in range(rounds):
+        module.zero_grad(set_to_none=True)
+        x = x.detach().requires_grad_()
+        with precision.context():
+            y = module(x)
+        y.backward(dy.to(y.dtype))
+    return {"output": y.detach().float(), "input": x.grad.float(), **{short(n): p.grad.float() for n, p in module.named_parameters()}}
+
+
+def errors(exact, found):
+    """(relative error of the output, worst relative error of a gradient)."""
+    relative = {name: ((exact[name] - found[name]).norm() / exact[name].norm()).item() for name in exact}
+    return relative.pop("output"), max(relative.values())
+
+
+def decibel(relative_error):
+    return -20 * math.log10(max(relative_error, 1e-12))
+
+
+def mark():
+    """A point in time: a device event on a GPU, the clock elsewhere."""
+    if DEVICE != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(marks):
+    """Milliseconds from each mark to the next."""
+    if DEVICE != "cuda":
+        return [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+
+def time_ms(function, repeats=20):
+    """Median time of one call in ms, the calls following each other without a pause."""
+    for _ in range(3):
+        function()
+    marks = [mark()]
+    for _ in range(repeats):
+        function()
+        marks.append(mark())
+    return statistics.median(between(marks))
+
+# %%
+D, FF, HEADS = SETTINGS.d_model, SETTINGS.d_ff, SETTINGS.n_heads
+TOUR = {  # name: (how either kit makes it, matrix multiplications in a row)
+    "Linear": (lambda kit: kit.Linear(D, D), 1),
+    "LayerNorm": (lambda kit: kit.LayerNorm(D), 0),
+    "RMSNorm": (lambda kit: kit.RMSNorm(D, eps=1e-5), 0),
+    "LayerNormLinear": (lambda kit: kit.LayerNormLinear(D, 3 * D), 1),
+    "LayerNormMLP": (lambda kit: kit.LayerNormMLP(D, FF), 2),
+    "TransformerLayer": (lambda kit: Block(kit, D, HEADS, FF) if kit is TORCH_KIT else te.TransformerLayer(
+        D, FF, HEADS, hidden_dropout=0.0, attention_dropout=0.0, layer_number=1, self_attn_mask_type="causal",
+        fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd"), 4),
+    "Block (ours)": (lambda kit: Block(kit, D, HEADS, FF), 4),
+}
+
+
+def visit(name):
+    """Compare one module with its twin; return a row of the results."""
+    make, n_gemms = TOUR[name]
+    twin = initialise(make(TORCH_KIT), SETTINGS.seed).to(DEVICE)
+    x = torch.randn(SETTINGS.batch, SETTINGS.seq, D, device=DEVICE)
+    with PRECISIONS["FP32"].context():
+        dy = torch.randn_like(twin(x)) / math.sqrt(SETTINGS.batch * SETTINGS.seq)
+    row = {"module": name, "input": list(x.shape), "output": list(dy.shape), "parameters": sum(p.numel() for p in twin.parameters())}
+    exact, plain = outcome(twin, x, dy, PRECISIONS["FP32"]), outcome(twin, x, dy, BASE)
+    row["torch_error"], row["torch_ms"] = errors(exact, plain), time_ms(lambda: outcome(twin, x, dy, BASE))
+    if USE_TE:
+        module = load_weights(make(TE_KIT), weights_of(twin))
+        row["te_error"] = errors(exact, outcome(module, x, dy, BASE))
+        row["te_ms"] = time_ms(lambda: outcome(module, x, dy, BASE))
+        if n_gemms:
+            row["db"] = {p.name: [decibel(e) for e in errors(exact, outcome(module, x, dy, p, rounds=2))] for p in FP8S}
+            row["bound_db"] = [CAST_DB[layout] - 10 * math.log10(2 * n_gemms) - 3 for layout in (E4M3, E5M2)]
+    return row
+
+
+RESULTS["tour"] = [visit(name) for name in TOUR]
+
+# %% [markdown]
+# The time is forward plus backward, launched one kernel after another, as PyTorch does by default. Small modules are then
+# bound by the CPU that launches them, and TE's Python does more per call than PyTorch's. Section 8 takes the launches out.
+
+# %%
+def shape(size):
+    return "x".join(map(str, size))
+
+
+def tour_line(row):
+    """The cells of one row of the tour."""
+    cells = [row["module"], f"{shape(row['input'])} -> {shape(row['output'])}", f"{row['parameters']:,}", f"{row['torch_ms']:.2f}"]
+    if USE_TE:
+        cells += [f"{row['te_ms']:.2f}", "{:.1e} / {:.1e}".format(*row["torch_error"]), "{:.1e} / {:.1e}".format(*row["te_error"])]
+        cells += ["{:.1f} / {:.1f}".format(*row["db"][p.name]) if "db" in row else "-" for p in FP8S]
+    return cells
+
+
+print_table(["module", "shape", "parameters", "PyTorch ms"] + (["TE ms", f"PyTorch {BASE.name} error", f"TE {BASE.name} error"]
+            + [f"{p.name} dB" for p in FP8S] if USE_TE else []), [tour_line(row) for row in RESULTS["tour"]])
+if USE_TE:
+    print("  (two numbers: output / worst gradient; error relative to PyTorch FP32)")
+for row in RESULTS["tour"] if USE_TE else []:
+    check(f"{row['module']}: TE in {BASE.name} is as accurate as PyTorch in {BASE.name}", all(a <= 2 * b + 2e-3 for a, b in zip(row["te_error"], row["torch_error"])),
+          "output {:.1e}, gradients {:.1e} from FP32; PyTorch {:.1e} and {:.1e}".format(*row["te_error"], *row["torch_error"]))
+    for name, db in row.get("db", {}).items():
+        check(f"{row['module']} in {name}: only cast noise", all(a >= b for a, b in zip(db, row["bound_db"])),
+              "output {:.1f} dB, gradients {:.1f} dB; at least {:.1f} and {:.1f} wanted".format(*db, *row["bound_db"]))
+if not USE_TE:
+    check("twins are real", all(row["parameters"] > 0 and row["output"] for row in RESULTS["tour"]), f"{len(TOUR)} modules ran forward and backward")
+    skip("TE's modules beside their twins", TE_REASON or BASE.reason or PRECISIONS["BF16"].reason)
+
+# %% [markdown]
+# ## 5. MiniGPT
+#
+# Token and position embeddings, a few blocks, a final norm, a head. The head stays in 16 bits: it is a sliver of the work,
+# and its width, the vocabulary, need not be legal for FP8. Between blocks the activations travel in the 16-bit type.
+
+# %%
+class MiniGPT(nn.Module):
+    """Causal language model: tokens [B, T] -> logits [B, T, vocab] in FP32."""
+
+    def __init__(self, kit, s, dtype, **attention):
+        super().__init__()
+        self.dtype = dtype  # of the activations between blocks
+        self.token, self.position = nn.Embedding(s.vocab, s.d_model), nn.Embedding(s.seq, s.d_model)
+        self.blocks = nn.ModuleList(Block(kit, s.d_model, s.n_heads, s.d_ff, **attention) for _ in range(s.n_layers))
+        self.norm, self.head = nn.LayerNorm(s.d_model), nn.Linear(s.d_model, s.vocab, bias=False)
+
+    def embed(self, tokens):
+        return (self.token(tokens) + self.position.weight[: tokens.shape[1]]).to(self.dtype)
+
+    def logits(self, h):
+        return self.head(self.norm(h)).float()
+
+    def loss_of(self, h, targets):
+        return F.cross_entropy(self.logits(h).flatten(0, 1), targets.flatten())
+
+    def trunk(self, tokens):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def forward(self, tokens):
+        return self.logits(self.trunk(tokens))
+
+    def loss(self, tokens, targets):
+        return self.loss_of(self.trunk(tokens), targets)
+
+
+def new_model(kit, s=SETTINGS, dtype=BASE.dtype, **attention):
+    """A MiniGPT with the seeded initial weights, on the device."""
+    return initialise(MiniGPT(kit, s, dtype, **attention).to(DEVICE), s.seed)
+
+
+model = new_model(KIT)
+N_PARAMETERS = sum(p.numel() for p in model.parameters())
+print(f"MiniGPT from {KIT.name} blocks: {N_PARAMETERS / 1e6:.1f}M parameters, {SETTINGS.n_layers} layers, width {SETTINGS.d_model}, "
+      f"{SETTINGS.n_heads} heads of {SETTINGS.d_model // SETTINGS.n_heads}, FFN {SETTINGS.d_ff}, sequences of {SETTINGS.seq}")
+
+# %% [markdown]
+# Three proofs before any training. First: the model from TE blocks is the model from PyTorch blocks. Weights are copied
+# there and back; logits and all gradients must agree as well as PyTorch in 16 bits agrees with PyTorch in FP32.
+
+# %%
+def logits_and_gradients(model, tokens, precision):
+    model.zero_grad(set_to_none=True)
+    with precision.context():
+        logits = model(tokens)
+    F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+    return {"output": logits.detach(), **{name: p.grad.float() for name, p in model.named_parameters()}}
+
+
+if USE_TE:
+    tokens = torch.randint(SETTINGS.vocab, (SETTINGS.batch, SETTINGS.seq), device=DEVICE)
+    twin = load_weights(MiniGPT(TORCH_KIT, SETTINGS, torch.float32).to(DEVICE), weights_of(model))
+    exact = logits_and_gradients(twin, tokens, PRECISIONS["FP32"])
+    twin.dtype = BASE.dtype
+    plain, ours = errors(exact, logits_and_gradients(twin, tokens, BASE)), errors(exact, logits_and_gradients(model, tokens, BASE))
+    check("TE and PyTorch models agree", all(a <= 2 * b for a, b in zip(ours, plain)),
+          "logits {:.1e}, gradients {:.1e} from FP32; PyTorch {:.1e} and {:.1e}; at most twice that allowed".format(*ours, *plain))
+    back = weights_of(load_weights(new_model(TE_KIT), weights_of(twin)))
+    check("weights survive the way there and back", all(torch.equal(back[n], w) for n, w in weights_of(model).items()), f"{len(back)} tensors equal to the bit")
+    del twin, exact, back
+else:
+    skip("TE model against PyTorch model", TE_REASON or PRECISIONS["BF16"].reason)
+
+# %% [markdown]
+# Second: the model is causal, and the rows of a batch do not see each other. Changing token *t* of row 0 may change only row
+# 0 from *t* on. To the bit, even in FP8 with delayed scaling, since its scales are fixed before the pass. Current scaling
+# takes one amax over the whole tensor, so there a token can nudge every other token's rounding: the change elsewhere is
+# then bounded by the noise of the cast instead.
+
+# %%
+@torch.inference_mode()
+def leak(model, precision):
+    """(largest relative change of a logit where none may change, the same where one must) after changing one token."""
+    t = SETTINGS.seq // 2
+    before = torch.randint(SETTINGS.vocab, (SETTINGS.batch, SETTINGS.seq), device=DEVICE)
+    after = before.clone()
+    after[0, t] = (after[0, t] + 1) % SETTINGS.vocab
+    with precision.context():
+        model(before)  # a first pass, for scales that are learned
+    with precision.context():
+        a = model(before)
+    with precision.context():
+        b = model(after)
+    change = (a - b).abs() / a.std()
+    allowed = torch.zeros_like(change, dtype=torch.bool)
+    allowed[0, t:] = True
+    return change[~allowed].max().item(), change[allowed].max().item()
+
+
+for precision in [BASE, *(FP8S if USE_TE else [])]:
+    wrong, right = leak(model, precision)
+    limit = 0 if precision.name in ("FP32", "FP16", "BF16", "FP8 delayed") else 10 ** (-CAST_DB[E4M3] / 20) * 4
+    check(f"causal, rows independent ({precision.name})", wrong <= limit and right > 0,
+          f"elsewhere {wrong:.1e} (at most {limit:.1e}), from the changed token on {right:.1e}")
+
+# %% [markdown]
+# ## 6. Data
+#
+# Arithmetic sequences: a random start, a random stride from 1 to 6, counted up modulo the vocabulary. Nothing can predict
+# the stride before the second token is seen. Everything after follows. So the best possible mean loss is known:
+# ln(6) nats for one token out of `seq`. And there are only vocab x 6 sequences, so a model can be examined on all of them.
+
+# %%
+STRIDES = 6
+FLOOR = math.log(STRIDES) / SETTINGS.seq  # best possible mean loss, nats per token
+
+
+def sequences(phase, stride, length):
+    """phase, stride [B] -> tokens [B, length]."""
+    return (phase[:, None] + stride[:, None] * torch.arange(length)) % SETTINGS.vocab
+
+
+def batches(seed, rows, s=SETTINGS):
+    """Endless (tokens, targets), each [rows, seq], on the CPU. Under torchrun each rank takes its own rows of one batch."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        phase = torch.randint(s.vocab, (rows * WORLD,), generator=generator)
+        stride = torch.randint(1, STRIDES + 1, (rows * WORLD,), generator=generator)
+        whole = sequences(phase, stride, s.seq + 1)[RANK::WORLD]
+        yield whole[:, :-1], whole[:, 1:]
+
+
+EVERY = sequences(torch.arange(SETTINGS.vocab).repeat_interleave(STRIDES), torch.arange(1, STRIDES + 1).repeat(SETTINGS.vocab), SETTINGS.seq + 1)
+for row in EVERY[[0, 7, 14]].tolist():
+    print("  stride", (row[1] - row[0]) % SETTINGS.vocab, "|", *row[:16], "...")
+print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {FLOOR:.5f} nats per token; guessing costs ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.2f}.")
+
+# %% [markdown]
+# ## 7. Training
+#
+# The optimizer holds *FP32 master weights*. A BF16 number has 8 significant bits; an update smaller than 1/256 of a weight
+# would round away. So the weights that AdamW changes are FP32. What multiplies them is cheaper:
+#
+# - TE reads an FP32 matrix and writes its FP8 copy directly. A BF16 copy in between would only be moved twice.
+# - TE can write the gradient of a matrix in FP32, straight into a buffer we give it (`fuse_wgrad_accumulation`, `main_grad`),
+#   instead of a BF16 tensor that a second kernel widens.
+# - TE casts each bias and norm weight by a kernel of its own. They are tiny, but dozens. We keep BF16 working copies of
+#   these vectors, and refresh all of them from their FP32 masters in one call.
+
+# %%
+class MasterAdamW:
+    """AdamW on FP32 master weights, for a model of either kit. `low` is the 16-bit type of the working copies."""
+
+    def __init__(self, model, lr, low):
+        self.copies, self.masters, self.plain = [], [], []  # 16-bit vectors, their FP32 masters, all other parameters
+        self.direct = []  # matrices whose gradient TE writes itself
+        for module in model.modules():
+            fused = USE_TE and hasattr(module, "fuse_wgrad_accumulation")
+            if fused:
+                module.fuse_wgrad_accumulation = True
+            for p in module.parameters(recurse=False):
+                if fused and p.dim() == 1:
+                    self.masters.append(p.detach().clone())
+                    self.masters[-1].grad = torch.zeros_like(p)
+                    p.data = p.data.to(low)
+                    self.copies.append(p)
+                    continue
+                self.plain.append(p)
+                if fused:
+                    p.grad = p.main_grad = torch.zeros_like(p)
+                    p.overwrite_main_grad = True  # TE need not add to what is there
+                    self.direct.append(p)
+        on_gpu = DEVICE == "cuda"
+        self.weights = [*self.plain, *self.masters]
+        self.lr = lr
+        self.adamw = torch.optim.AdamW(self.weights, lr=torch.tensor(lr, device=DEVICE) if on_gpu else lr, fused=on_gpu, capturable=on_gpu)
+
+    def set_lr(self, share):
+        """Set the learning rate to a share of its peak. A graph reads it from a tensor."""
+        group = self.adamw.param_groups[0]
+        if torch.is_tensor(group["lr"]):
+            group["lr"].fill_(self.lr * share)
+        else:
+            group["lr"] = self.lr * share
+
+    def clear(self):
+        direct = set(self.direct)
+        for p in [*self.plain, *self.copies]:
+            if p not in direct:
+                p.grad = None
+
+    def step(self, scaler=None):
+        if self.copies:
+            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.copies])
+        if WORLD > 1:  # data-parallel: everyone takes the mean gradient
+            for p in self.weights:
+                torch.distributed.all_reduce(p.grad)
+                p.grad /= WORLD
+        scaler.step(self.adamw) if scaler else self.adamw.step()
+        if self.copies:
+            torch._foreach_copy_([p.data for p in self.copies], self.masters)
+
+# %% [markdown]
+# One `Trainer` serves training, benchmark and tests: one model, one optimizer, one step. A step of this model is about 500
+# kernels of a few microseconds each, and Python launches them more slowly than the GPU runs them. So on a GPU the whole
+# step, optimizer included, is recorded once into a *CUDA graph* and then replayed by a single launch. The graph reads its
+# batch from fixed buffers. TE's scale updates are recorded with it; a replay needs no autocast.
+
+# %%
+class Trainer:
+    def __init__(self, kit, precision, rows, s=SETTINGS, compiled="", **attention):
+        """compiled: "" nothing, "ends" embedding and loss around the blocks, "all" the whole loss."""
+        self.precision, self.graph = precision, None
+        self.model = new_model(kit, s, precision.dtype, **attention)
+        self.optimizer = MasterAdamW(self.model, s.lr, precision.dtype)
+        self.tokens, self.targets = (torch.zeros(rows, s.seq, dtype=torch.long, device=DEVICE) for _ in range(2))
+        self.scaler = torch.amp.GradScaler(DEVICE) if precision.dtype == torch.float16 else None
+        self.loss_function = torch.compile(self.model.loss) if compiled == "all" else self.model.loss
+        if compiled == "ends":
+            self.model.embed, self.model.loss_of = torch.compile(self.model.embed), torch.compile(self.model.loss_of)
+
+    def step(self):
+        """Forward, backward, optimizer on the buffers; returns the loss [] on the device."""
+        self.optimizer.clear()
+        with self.precision.context():
+            loss = self.loss_function(self.tokens, self.targets)
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.optimizer.step(self.scaler)
+        if self.scaler:
+            self.scaler.update()
+        return loss.detach()
+
+    def capture(self):
+        """Record the step into a CUDA graph. Its warm-up trains for three steps. Returns why it did not work, or ""."""
+        obstacles = {"needs a GPU": DEVICE != "cuda", "not with several processes": WORLD > 1, "not with a GradScaler": self.scaler}
+        if reason := next((why for why, there in obstacles.items() if there), ""):
+            return reason
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.step()
+            torch.cuda.current_stream().wait_stream(side)
+            self.optimizer.clear()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.captured_loss = self.step()
+            self.graph = graph
+        except RuntimeError as error:
+            return f"CUDA graph capture failed: {str(error).splitlines()[0][:120]}"
+        return ""
+
+    def run(self, tokens=None, targets=None):
+        """One training step, on a new batch if one is given, by graph if there is one."""
+        if tokens is not None:
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.targets.copy_(targets, non_blocking=True)
+        if self.graph is None:
+            return self.step()
+        self.graph.replay()
+        return self.captured_loss
+
+    @contextlib.contextmanager
+    def untouched(self):
+        """Whatever happens inside, weights and optimizer are afterwards what they were. The FP8 scales are not."""
+        saved = [w.detach().clone() for w in [*self.optimizer.weights, *self.optimizer.copies]]
+        moments = [v.clone() for state in self.optimizer.adamw.state.values() for v in state.values()]
+        try:
+            yield
+        finally:
+            for w, value in zip([*self.optimizer.weights, *self.optimizer.copies], saved):
+                w.data.copy_(value)
+            now = [v for state in self.optimizer.adamw.state.values() for v in state.values()]
+            for v, value in zip(now, moments or [torch.zeros_like(v) for v in now]):
+                v.copy_(value)
+
+# %% [markdown]
+# FP8 with delayed scaling has state outside the weights: the amax histories and scales. Two traps. An evaluation pass leaves
+# its amax in the history's staging row, and the *next training step* takes it into the scale. And each exit of
+# `te.autocast` advances the history of *every* FP8 module alive in the process, also of other models. So evaluation below
+# saves this state and puts it back, and the state of the trained model is copied as soon as training ends.
+
+# %%
+def fp8_states(model):
+    """Yield (module name, "forward" or "backward", state) for each TE module of the model that has a delayed-scaling state."""
+    for name, module in model.named_modules():
+        for direction, key in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
+            state = getattr(module, "fp8_meta", {}).get(key)
+            if state is not None and hasattr(state, "amax_history"):
+                yield name, direction, state
+
+
+@contextlib.contextmanager
+def evaluation(model):
+    """Evaluate without a trace: no gradients, eval mode, and afterwards the mode and the FP8 state of before."""
+    saved = [(state, state.scale.clone(), state.amax_history.clone()) for _, _, state in fp8_states(model)]
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
+        for state, scale, history in saved:
+            state.scale.copy_(scale)
+            state.amax_history.copy_(history)
+
+
+def chunks(tokens):
+    """Pieces of at most 64k tokens, each padded with copies of its first row to a multiple of 32 rows: any length is then legal in FP8."""
+    size = max(32, 65536 // tokens.shape[1] // 32 * 32)
+    for piece in tokens.split(size):
+        yield len(piece), torch.cat([piece, piece[:1].expand(-len(piece) % 32, -1)])
+
+
+def logits_for(model, precision, tokens):
+    """Logits [B, T, vocab] for tokens [B, T] of any shape."""
+    found = []
+    for rows, piece in chunks(tokens):
+        with precision.context():
+            found.append(model(piece)[:rows])
+    return torch.cat(found)
+
+
+def exam(model, precision):
+    """Mean loss over every sequence that exists."""
+    with evaluation(model):
+        logits = logits_for(model, precision, EVERY[:, :-1].to(DEVICE))
+    return F.cross_entropy(logits.flatten(0, 1), EVERY[:, 1:].flatten().to(DEVICE)).item()
+
+# %% [markdown]
+# `torch.compile` joins the small kernels at both ends of the model (embedding, final norm, loss) where it works. TE's own
+# modules stay outside it.
+
+# %%
+def why_not_compile():
+    """Try torch.compile on this device; return what went wrong, or ""."""
+    try:
+        torch.compile(lambda x: (x * 2).sum())(torch.ones(64, device=DEVICE))
+        return ""
+    except Exception as error:
+        return f"torch.compile fails: {type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:100]}"
+
+
+NO_COMPILE = why_not_compile() if DEVICE == "cuda" or SETTINGS.benchmark == "full" else "takes longer to compile than it saves on a CPU (--benchmark full tries it)"
+ENDS = "ends" if USE_TE and not NO_COMPILE else ""
+
+
+def progress_bar(total, title):
+    """A tqdm bar on stderr, or None: without tqdm, under `torchrun`, or where nobody watches."""
+    return tqdm(total=total, desc=title, leave=False) if tqdm and RANK == 0 else None
+
+
+def train(precision, seed, steps=SETTINGS.steps, each_step=lambda step, trainer: None):
+    """Train a fresh MiniGPT; returns (trainer, losses per step, ms per step). Raises Stop when the loss is not finite."""
+    trainer = Trainer(KIT, precision, SETTINGS.batch, compiled=ENDS)
+    with trainer.untouched():
+        trainer.capture()
+    losses, times, bar = torch.zeros(steps, device=DEVICE), [], progress_bar(steps, f"training in {precision.name}")
+    source, begin = batches(seed, SETTINGS.batch), time.perf_counter()
+    for step in range(steps):
+        trainer.optimizer.set_lr(min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * step / steps)))  # warm up, then decay to zero
+        losses[step] = trainer.run(*next(source))
+        each_step(step, trainer)
+        if step % 20 == 19 or step == steps - 1:  # looking at the loss waits for the GPU, so look seldom
+            recent = losses[: step + 1].tolist()
+            if bad := [i for i, loss in enumerate(recent) if not math.isfinite(loss)]:
+                raise Stop(f"training in {precision.name}: the loss was {recent[bad[0]]} at step {bad[0] + 1}. A lower --lr may help.")
+            times.append((time.perf_counter() - begin) * 1e3 / (step % 20 + 1))
+            begin = time.perf_counter()
+            if bar:
+                bar.update(step + 1 - bar.n)
+                bar.set_postfix_str(f"loss {recent[-1]:.4f}")
+    if bar:
+        bar.close()
+    return trainer, losses.tolist(), statistics.median(times)
+
+# %% [markdown]
+# Training is done three times in the base precision, with different data, and once in FP8 on the same batches as the first
+# of them. The three show how much chance alone moves the result, which is the only fair measure for what FP8 changes. Each
+# starts from the same weights. 60 steps, the usual demonstration, do not reach the rule; the default number does.
+
+# %%
+TIMELINE = []  # (step, [scales of block 0]), recorded while FP8 trains
+
+
+def record_scales(step, trainer):
+    if step % max(1, SETTINGS.steps // 50) == 0:
+        TIMELINE.append((step, [(n, d, state.scale.clone()) for n, d, state in fp8_states(trainer.model.blocks[0])]))
+
+
+EXAMS, CURVES, MS = {}, {}, {}
+for i in range(3 if FP8 else 1):
+    trainer, losses, ms = train(BASE, SETTINGS.seed + i)
+    EXAMS.setdefault(BASE.name, []).append(exam(trainer.model, BASE))
+    if i == 0:
+        CURVES[BASE.name], MS[BASE.name], TRAINED, STATE = losses, ms, trainer, []
+if FP8:
+    TRAINED, CURVES[FP8.name], MS[FP8.name] = train(FP8, SETTINGS.seed, each_step=record_scales)
+    STATE = [(n, d, s.scale.clone(), s.amax_history.clone()) for n, d, s in fp8_states(TRAINED.model.blocks[0])]
+    EXAMS[FP8.name] = [exam(TRAINED.model, FP8)]
+RESULTS["training"] = {name: {"loss": EXAMS[name][0], "floor": FLOOR, "ms_per_step": MS[name]} for name in MS}
+print_table(["precision", "ms/step", "last batch", "loss over all sequences", "above the floor"],
+            [[n, f"{MS[n]:.2f}", f"{CURVES[n][-1]:.5f}", f"{EXAMS[n][0]:.5f}", f"{EXAMS[n][0] - FLOOR:.1e}"] for n in MS])
+print(f"  floor {FLOOR:.5f}; a step is {SETTINGS.batch} sequences of {SETTINGS.seq} tokens"
+      + (", replayed as a CUDA graph" if TRAINED.graph else ", launched kernel by kernel"))
+
+# %%
+for name, found in EXAMS.items():
+    check(f"{name} reaches the floor", max(found) <= FLOOR * (1 + SETTINGS.margin), f"loss {max(found):.5f}, floor {FLOOR:.5f}, margin {SETTINGS.margin:.0%}")
+if FP8:
+    noise = max(EXAMS[BASE.name]) - min(EXAMS[BASE.name])
+    apart = abs(EXAMS[FP8.name][0] - EXAMS[BASE.name][0])
+    check("FP8 learns as well", apart <= max(noise, 0.01 * FLOOR),
+          f"FP8 and {BASE.name} end {apart:.1e} apart; {BASE.name} with other data moves by {noise:.1e}; 1% of the floor is {0.01 * FLOOR:.1e}")
+else:
+    skip("training in FP8", PRECISIONS["FP8 delayed"].reason)
+
+# %% [markdown]
+# Did the master weights matter? Take one more step and ask which of its updates a BF16 weight would have swallowed.
+
+# %%
+initial, now = weights_of(new_model(KIT)), weights_of(TRAINED.model)
+moved = sum((initial[n] != now[n]).sum().item() for n in now if now[n].dim() > 1) / sum(now[n].numel() for n in now if now[n].dim() > 1)
+with TRAINED.untouched():
+    before = [w.detach().clone() for w in TRAINED.optimizer.plain]
+    TRAINED.run(*next(batches(SETTINGS.seed + 99, SETTINGS.batch)))
+    pairs = [(a.bfloat16(), (a.bfloat16().float() + (b - a)).bfloat16(), a != b) for a, b in zip(before, TRAINED.optimizer.plain)]
+    lost = sum(((a == b) & changed).sum().item() for a, b, changed in pairs) / max(1, sum(changed.sum().item() for _, _, changed in pairs))
+check("weights moved", moved > 0.99, f"{moved:.1%} of the matrix weights differ from their initial values")
+check("master weights are FP32", all(w.dtype == torch.float32 for w in TRAINED.optimizer.weights),
+      f"{sum(w.numel() for w in TRAINED.optimizer.weights):,} FP32 weights; BF16 weights would have lost {lost:.0%} of the updates of one late step")
+
+# %% [markdown]
+# Two controls. The same seed must give the same losses: to the bit where every kernel adds in a fixed order. On a GPU the
+# fused attention adds the gradients of the queries in whichever order its thread blocks finish, so the last bits may
+# differ from run to run. And on uniformly random tokens, nothing can be learned: a loss below ln(vocab) would mean that the
+# model sees the token it should predict.
+
+# %%
+def first_losses(precision, steps=10):
+    trainer, source = Trainer(KIT, precision, SETTINGS.batch), batches(SETTINGS.seed, SETTINGS.batch)
+    return [trainer.run(*next(source)).item() for _ in range(steps)]
+
+
+for precision in filter(None, [BASE, FP8]):
+    one, two = first_losses(precision), first_losses(precision)
+    apart = max(abs(a - b) / a for a, b in zip(one, two))
+    check(f"same seed, same losses ({precision.name})", apart <= (0 if DEVICE == "cpu" else 1e-2),
+          f"10 steps twice: {'equal to the bit' if one == two else f'apart by at most {apart:.1e} of the loss'}")
+
+trainer, generator = Trainer(KIT, BASE, SETTINGS.batch), torch.Generator().manual_seed(SETTINGS.seed)
+noise = [torch.randint(SETTINGS.vocab, (SETTINGS.batch, SETTINGS.seq + 1), generator=generator) for _ in range(60)]
+losses = [trainer.run(tokens[:, :-1], tokens[:, 1:]).item() for tokens in noise]
+check("random tokens teach nothing", statistics.mean(losses[-10:]) > math.log(SETTINGS.vocab) - 0.05,
+      f"loss {statistics.mean(losses[-10:]):.3f} after {len(losses)} steps, ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.3f}")
+del trainer
+
+# %% [markdown]
+# ## 8. Benchmark
+#
+# A ladder: one change per row, from plain PyTorch upward. All rows run the same full step (forward, backward, optimizer)
+# from the same FP32 weights on the same batch, with the same causal mask and no dropout. They take turns in short rounds,
+# so that a GPU that warms up or throttles hits all of them. The honest rival of TE is not PyTorch as it comes, but PyTorch
+# with `torch.compile` and a CUDA graph.
+#
+# First the ceiling: how fast this card multiplies large matrices. A share of a measured ceiling says more than a share of
+# a data sheet.
+
+# %%
+def multiplication(kind, m, k, n):
+    """A function that multiplies [m, k] by [k, n] in the number format `kind`, or raises where that is not possible."""
+    dtype = {"FP32": torch.float32, "FP16": torch.float16}.get(kind, torch.bfloat16)
+    a, b = torch.randn(m, k, device=DEVICE, dtype=dtype), torch.randn(k, n, device=DEVICE, dtype=dtype)
+    if kind != "FP8":
+        return lambda: a @ b
+    a, b, one = a.to(E4M3), b.t().contiguous().to(E4M3).t(), torch.ones((), device=DEVICE)
+    return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def gemm_rate(kind, m, k, n, seconds=0.3):
+    """TFLOP/s of one matrix multiplication, sustained for about `seconds`; None where it does not run."""
+    try:
+        function = multiplication(kind, m, k, n)
+        repeats = max(5, int(seconds * 1e3 / time_ms(function, 3)))
+        return 2 * m * k * n / time_ms(function, repeats) / 1e9
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+SIZE = 8192 if DEVICE == "cuda" and MACHINE.capability >= (8, 0) else 4096 if DEVICE == "cuda" else 1024
+BENCHMARK = SETTINGS.benchmark != "off"
+kinds = {p.name.split()[0] if "FP4" not in p.name else "FP8" for p in RUNS} & {"FP32", "FP16", "BF16", "FP8"}
+CEILING = {kind: rate for kind in sorted(kinds) if BENCHMARK and (rate := gemm_rate(kind, SIZE, SIZE, SIZE))}
+if CEILING:
+    print(f"Matrix multiplication of {SIZE} x {SIZE} on this machine:", ", ".join(f"{k} {rate:.3g} TFLOP/s" for k, rate in CEILING.items()))
+
+# %% [markdown]
+# The work in a step is counted by hand. Each weight of a matrix takes part in 6 floating-point operations per token: a
+# multiplication and an addition in forward, and twice that in backward. Causal attention adds 6 T^2 d_model per layer and
+# sequence, half of what a full square would.
+
+# %%
+def flops_per_step(s, rows):
+    """Floating-point operations of forward and backward; the head counts, embeddings and elementwise work do not."""
+    matrices = s.n_layers * (4 * s.d_model**2 + 2 * s.d_model * s.d_ff) + s.vocab * s.d_model
+    return 6 * matrices * rows * s.seq + 6 * s.n_layers * rows * s.seq**2 * s.d_model
+
+
+@contextlib.contextmanager
+def tf32(on):
+    torch.backends.cuda.matmul.allow_tf32 = on
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@dataclasses.dataclass
+class Row:
+    """One row of the ladder: what it runs, and what was measured."""
+
+    name: str
+    kit: SimpleNamespace
+    precision: Precision
+    compiled: str = ""
+    graph: bool = False
+    tf32: bool = False
+    declare: bool = False  # TE gets Q, K and V as one declared tensor
+    trainer: Trainer = None
+    peak_gb: float = None
+    launch: list = dataclasses.field(default_factory=list)  # ms that the CPU takes to launch a step
+    times: list = dataclasses.field(default_factory=list)  # ms from one step's end to the next
+
+    def build(self, trainers):
+        """Make the trainer, or take that of a row which differs only in how it is launched. Returns why it does not work, or ""."""
+        key = (self.kit.name, self.precision.name, self.compiled, self.declare)
+        if DEVICE == "cuda":
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+        if key not in trainers:
+            resting = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+            torch.compiler.reset()  # another model is not a recompilation of the last
+            trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled, **({"declare": True} if self.declare else {}))
+            trainers[key].tokens, trainers[key].targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
+            trainers[key].resting = resting
+        self.trainer = trainers[key]
+        reason = self.trainer.capture() if self.graph else ""
+        if not reason:
+            self.run(SETTINGS.bench_warmup)
+            self.launch, self.times = [], self.times[-1:]
+        if DEVICE == "cuda":  # counted from before the capture: a replay allocates nothing and would seem to need nothing
+            self.peak_gb = (torch.cuda.max_memory_allocated() - self.trainer.resting) / 1e9
+        return reason
+
+    def run(self, steps):
+        """Time some steps, at most 0.6 s of them, after one that does not count."""
+        captured, self.trainer.graph = self.trainer.graph, self.trainer.graph if self.graph else None
+        with tf32(self.tf32):
+            begin = time.perf_counter()
+            self.trainer.run().item()
+            steps = max(1, min(steps, int(0.6 / (time.perf_counter() - begin))))
+            marks = [mark()]
+            for i in range(steps):
+                begin = time.perf_counter()
+                self.trainer.run()
+                if i == 0:  # later launches may wait for room in the queue
+                    self.launch.append(1e3 * (time.perf_counter() - begin))
+                marks.append(mark())
+        self.trainer.graph = captured
+        self.times += between(marks)
+
+    def figures(self):
+        """What was measured, as it goes to results.json."""
+        q1, median, q3 = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else self.times * 3
+        tflops = flops_per_step(SETTINGS, SETTINGS.bench_batch) / median / 1e9
+        ceiling = CEILING.get("FP8" if self.precision.recipe is not None else self.precision.name)
+        return {"row": self.name, "kit": self.kit.name, "precision": self.precision.name, "graph": self.graph, "ms_median": median,
+                "ms_iqr": q3 - q1, "cpu_launch_ms": statistics.median(self.launch), "tokens_per_s": SETTINGS.bench_batch * SETTINGS.seq / median * 1e3,
+                "tflops": tflops, "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None, "peak_memory_gb": self.peak_gb}
+
+# %%
+def ladder():
+    """The rows that exist on this machine, in the order in which they are printed."""
+    rows = [Row("PyTorch FP32", TORCH_KIT, PRECISIONS["FP32"])]
+    if DEVICE == "cuda" and MACHINE.capability >= (8, 0):
+        rows.append(Row("PyTorch TF32", TORCH_KIT, PRECISIONS["FP32"], tf32=True))
+    if BASE.name != "FP32":
+        rows.append(Row(f"PyTorch {BASE.name}", TORCH_KIT, BASE))
+    if not NO_COMPILE:
+        rows.append(Row(f"PyTorch {BASE.name} + compile", TORCH_KIT, BASE, "all"))
+        if DEVICE == "cuda":
+            rows.append(Row(f"PyTorch {BASE.name} + compile + graph", TORCH_KIT, BASE, "all", True))
+    if USE_TE:
+        for p in [BASE, FP8] if FP8 else [BASE]:
+            rows += [Row(f"TE {p.name}", TE_KIT, p, ENDS), Row(f"TE {p.name} + graph", TE_KIT, p, ENDS, True)]
+        if FP8:
+            rows.append(Row(f"TE {FP8.name} + graph, QKV declared", TE_KIT, FP8, ENDS, True, declare=True))
+        rows += [Row(f"TE {p.name} + graph", TE_KIT, p, ENDS, True) for p in FP8S if p is not FP8]
+    return rows
+
+
+def run_ladder(rows):
+    """Build and time the rows, taking turns. When memory runs short: time those that are there, free them, go on."""
+    done, group, trainers, bar = [], [], {}, progress_bar(len(rows), "benchmark")
+
+    def finish_group():
+        for _ in range(5):
+            for row in group:
+                row.run(max(1, SETTINGS.bench_steps // 5))
+        done.extend(row.figures() for row in group)
+        for row in group:
+            row.trainer = None
+        group.clear()
+        trainers.clear()
+        gc.collect()
+
+    for row in rows:
+        if DEVICE == "cuda" and group:
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            if free < 1.5e9 * max(r.peak_gb for r in group):
+                finish_group()
+        try:
+            reason = row.build(trainers)
+        except torch.OutOfMemoryError:
+            reason = "not enough GPU memory"
+        if reason:
+            skip(f"benchmark row {row.name}", reason)
+        else:
+            group.append(row)
+        if bar:
+            bar.update()
+    finish_group()
+    if bar:
+        bar.close()
+    return done
+
+# %% [markdown]
+# How to read the table. *ms* is the median of a whole step, with the interquartile range beside it. *launch* is the time the
+# CPU needs to launch that step: where it comes near to *ms*, the GPU waits for Python. *share* is the part of this card's
+# own matrix multiplication rate in the same format. *above* and *best PyTorch* are speed-ups against the row above and
+# against the fastest plain PyTorch row; below 1 means slower.
+
+# %%
+def compare(new, old, spread=0.0, better="faster", worse="slower"):
+    """Say how a time (or size) `new` compares with `old`, in words that follow the numbers."""
+    if abs(new - old) <= spread:
+        return "the same within the spread"
+    return f"{old / new:.2f}x {better}" if new < old else f"{new / old:.2f}x {worse}"
+
+
+def print_ladder(rows):
+    plain = min((r["ms_median"] for r in rows if r["kit"] == "PyTorch"), default=math.nan)
+    cells = []
+    for above, r in zip([None, *rows], rows):
+        cells.append([r["row"], f"{r['ms_median']:.2f} ({r['ms_iqr']:.2f})", f"{r['cpu_launch_ms']:.2f}", f"{r['tokens_per_s']:,.0f}", f"{r['tflops']:.3g}",
+                      f"{r['share_of_gemm']:.0%}" if r["share_of_gemm"] else "-", f"{r['peak_memory_gb']:.2f}" if r["peak_memory_gb"] else "-",
+                      f"{above['ms_median'] / r['ms_median']:.2f}x" if above else "-", f"{plain / r['ms_median']:.2f}x"])
+    print_table(["row", "ms (IQR)", "launch ms", "tokens/s", "TFLOP/s", "share", "peak GB", "above", "best PyTorch"], cells)
+
+
+LADDER = run_ladder(ladder()) if BENCHMARK else []
+RESULTS["benchmark"], RESULTS["gemm_tflops"] = LADDER, CEILING
+if LADDER:
+    print(f"Full training step, {SETTINGS.bench_batch} sequences of {SETTINGS.seq} tokens, width {SETTINGS.d_model}, {SETTINGS.n_layers} layers:")
+    print_ladder(LADDER)
+else:
+    skip("benchmark", "--benchmark off")
+
+# %% [markdown]
+# What the numbers say, in words chosen by the numbers:
+
+# %%
+def fastest(rows, kit=None, precision=None, graph=None):
+    """The fastest row of a kit, a precision, and with or without graph; None if there is none."""
+    fit = [r for r in rows if kit in (None, r["kit"]) and precision in (None, r["precision"]) and graph in (None, r["graph"])]
+    return min(fit, key=lambda r: r["ms_median"], default=None)
+
+
+def spread(*rows):
+    return max(r["ms_iqr"] for r in rows)
+
+
+def findings(rows, base, fp8):
+    """Sentences about the ladder. `base` and `fp8` are precision names; fp8 may be None."""
+    said = []
+    plain, best = fastest(rows, "PyTorch"), fastest(rows, "TE", fp8)
+    for graph, how in ((False, "launched from Python"), (True, "as a CUDA graph")):
+        a, b = fastest(rows, "TE", base, graph), fastest(rows, "TE", fp8, graph)
+        if fp8 and a and b:
+            words = compare(b["ms_median"], a["ms_median"], spread(a, b))
+            cause = "" if graph or b["cpu_launch_ms"] < 0.8 * b["ms_median"] else f": launching takes {b['cpu_launch_ms']:.1f} of its {b['ms_median']:.1f} ms, so the GPU waits for Python"
+            said.append(f"{how}, {fp8} is {words} against TE {base}{cause}")
+            if graph and a["peak_memory_gb"]:
+                said.append(f"{fp8} takes {compare(b['peak_memory_gb'], a['peak_memory_gb'], 0.01, 'less memory', 'more memory')} than {base}".replace("takes the same within the spread than", "needs as much memory as"))
+    if fp8 and plain and best:
+        said.append(f"the best {fp8} row is {compare(best['ms_median'], plain['ms_median'], spread(best, plain))} against the best plain PyTorch row ({plain['row']})")
+    if plain and (eager := next((r for r in rows if r["row"] == f"PyTorch {base}"), None)) and eager is not plain:
+        said.append(f"{plain['row']} is {compare(plain['ms_median'], eager['ms_median'], spread(plain, eager))} against {eager['row']}")
+    return said
+
+
+for sentence in findings(LADDER, BASE.name, FP8 and FP8.name):
+    print("  -", sentence)
+if LADDER:
+    check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER), f"{len(LADDER)} rows, taking turns in 5 rounds")
+    if any(r["share_of_gemm"] for r in LADDER):
+        top = max((r for r in LADDER if r["share_of_gemm"]), key=lambda r: r["share_of_gemm"])
+        check("no row beats the ceiling", top["share_of_gemm"] <= 1, f"highest share {top['share_of_gemm']:.0%} ({top['row']})")
+
+# %% [markdown]
+# ### From which width does FP8 pay?
+#
+# FP8 saves time in matrix multiplications and spends time on casts. Per layer, token and step, a block multiplies
+# 72 W^2 floating-point operations (W is the width) and casts 16 W activation and gradient numbers, each read once in 16 bits
+# and written twice in 8, once transposed: 64 W bytes. So FP8 pays when
+#
+#     72 W^2 (1 / rate16 - 1 / rate8)  >  64 W / bandwidth
+#
+# The number of tokens cancels out. It comes back through the CPU: launched from Python, a step is never faster than its
+# launch, and only enough work per kernel hides that. Below, both are measured, with the rates of this card at each width.
+
+# %%
+def bandwidth():
+    """Bytes per second of a large copy on the device, read and written."""
+    source = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_ms(lambda: target.copy_(source)) * 1e3
+
+
+def cross(width, rows, layers=2):
+    """Step times (ms) of a small model of this width in BASE and FP8, by graph and from Python, and the prediction for the graph."""
+    heads = width // (128 if width >= 2048 else 64)
+    s = dataclasses.replace(SETTINGS, d_model=width, n_heads=heads, d_ff=4 * width, n_layers=layers)
+    found = {"width": width, "tokens": rows * s.seq}
+    for p in (BASE, FP8):
+        trainer = Trainer(TE_KIT, p, rows, s)
+        trainer.tokens, trainer.targets = (t.to(DEVICE) for t in next(batches(s.seed, rows, s)))
+        trainer.run()
+        found[p.name, "eager"] = time_ms(trainer.run, 8)
+        if reason := trainer.capture():
+            raise Stop(reason)
+        found[p.name, "graph"] = time_ms(trainer.run, 15)
+    rate16, rate8 = (gemm_rate(kind, rows * s.seq, width, 4 * width, 0.02) for kind in ("BF16", "FP8"))
+    saved = layers * 72 * width**2 * rows * s.seq * (1 / rate16 - 1 / rate8) / 1e9
+    spent = layers * 64 * width * rows * s.seq / BANDWIDTH * 1e3
+    return {**found, "predicted": found[BASE.name, "graph"] - saved + spent}
+
+# %%
+SWEEP = []
+if BENCHMARK and FP8 and "FP8" in CEILING and fastest(LADDER, "TE", FP8.name, True):
+    BANDWIDTH = bandwidth()
+    wide = [256, 512, 768, 1024, 1536, 2048, 3072, 4096] if SETTINGS.benchmark == "full" else [256, 512, 1024, 2048, 4096]
+    plan = [(w, rows) for rows in ([SETTINGS.bench_batch // 4 or 1, SETTINGS.bench_batch] if SETTINGS.benchmark == "full" else [SETTINGS.bench_batch]) for w in wide]
+    bar = progress_bar(len(plan), "widths")
+    for width, rows in plan:
+        try:
+            SWEEP.append(cross(width, rows))
+        except (torch.OutOfMemoryError, Stop) as error:
+            skip(f"width {width}", str(error).splitlines()[0][:100])
+        gc.collect()
+        if bar:
+            bar.update()
+    if bar:
+        bar.close()
+    ratio = {how: [r[BASE.name, how] / r[FP8.name, how] for r in SWEEP] for how in ("eager", "graph")}
+    print_table(["width", "tokens", f"{BASE.name} ms", f"{FP8.name} ms", "speed-up", "predicted", "speed-up from Python"],
+                [[r["width"], r["tokens"], f"{r[BASE.name, 'graph']:.2f}", f"{r[FP8.name, 'graph']:.2f}", f"{g:.2f}x",
+                  f"{r[BASE.name, 'graph'] / r['predicted']:.2f}x", f"{e:.2f}x"] for r, g, e in zip(SWEEP, ratio["graph"], ratio["eager"])])
+RESULTS["crossover"] = [{k if isinstance(k, str) else " ".join(k): v for k, v in r.items()} for r in SWEEP]
+
+# %%
+def pays_from(points):
+    """The smallest width from which the speed-up stays above 1, interpolated between measured widths; None if it never does."""
+    points = sorted(points)
+    last_loss = max((i for i, (_, gain) in enumerate(points) if gain <= 1), default=-1)
+    if last_loss == len(points) - 1:
+        return None
+    if last_loss < 0:
+        return points[0][0]
+    (w0, g0), (w1, g1) = points[last_loss], points[last_loss + 1]
+    return w0 + (w1 - w0) * (1 - g0) / (g1 - g0)
+
+
+def answer(title, points):
+    width, narrowest = pays_from(points), min(points)[0]
+    if width is None:
+        return f"{title}: FP8 does not pay at any width up to {max(points)[0]}"
+    return f"{title}: FP8 pays from width {'at most ' if width == narrowest else 'about '}{width:.0f}"
+
+
+for tokens in sorted({r["tokens"] for r in SWEEP}):
+    here = [r for r in SWEEP if r["tokens"] == tokens]
+    print(f"On this {MACHINE.gpu}, at {tokens:,} tokens a step:")
+    for title, how in (("  as a CUDA graph", "graph"), ("  launched from Python", "eager")):
+        print(answer(title, [(r["width"], r[BASE.name, how] / r[FP8.name, how]) for r in here]))
+    print(answer("  predicted for the graph", [(r["width"], r[BASE.name, "graph"] / r["predicted"]) for r in here]))
+if SWEEP:
+    a, b = fastest(LADDER, "TE", BASE.name, True), fastest(LADDER, "TE", FP8.name, True)
+    print(f"At your size (width {SETTINGS.d_model}) FP8 is {compare(b['ms_median'], a['ms_median'], spread(a, b))}, as a graph.")
+elif BENCHMARK:
+    skip("the width from which FP8 pays", "FP8 does not run here" if not FP8 else "no CUDA graph or FP8 multiplication here")
+
+# %% [markdown]
+# ### Where the memory goes
+#
+# FP8 is often bought for memory, and often disappoints: weights stay in FP32, and AdamW keeps two more numbers for each.
+# The ledger below predicts what must lie in memory between steps, in bytes per parameter: 4 for the master weight, 8 for
+# AdamW, 4 for a gradient that TE writes into its own buffer. What a step adds on top is measured: activations kept
+# for backward, and the working copies of the weights.
+
+# %%
+def ledger(precision):
+    """Bytes: predicted and measured between steps, kept for backward, and at the peak of one step launched from Python."""
+    gc.collect()
+    resting = torch.cuda.memory_allocated()
+    trainer = Trainer(KIT, precision, SETTINGS.bench_batch)
+    trainer.tokens, trainer.targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
+    for _ in range(2):
+        trainer.step()
+    trainer.optimizer.clear()
+    o, count = trainer.optimizer, lambda tensors: sum(t.numel() for t in tensors)
+    predicted = 12 * count(o.weights) + 4 * count(o.direct) + 4 * count(o.masters) + 2 * count(o.copies) + 16 * trainer.tokens.numel()
+    between_steps = torch.cuda.memory_allocated() - resting
+    torch.cuda.reset_peak_memory_stats()
+    with precision.context():
+        loss = trainer.loss_function(trainer.tokens, trainer.targets)
+    kept = torch.cuda.memory_allocated() - resting - between_steps
+    del loss
+    trainer.step()
+    peak = torch.cuda.max_memory_allocated() - resting
+    return {"precision": precision.name, "predicted": predicted, "between_steps": between_steps, "kept_for_backward": kept, "peak": peak}
+
+
+RESULTS["memory"] = [ledger(p) for p in [BASE, *([FP8] if FP8 else [])]] if DEVICE == "cuda" else []
+if RESULTS["memory"]:
+    print_table(["precision", "between steps GB", "predicted GB", "kept for backward GB", "peak GB"],
+                [[r["precision"]] + [f"{r[k] / 1e9:.3f}" for k in ("between_steps", "predicted", "kept_for_backward", "peak")] for r in RESULTS["memory"]])
+    for r in RESULTS["memory"]:
+        check(f"the memory ledger adds up ({r['precision']})", abs(r["predicted"] / r["between_steps"] - 1) < 0.1,
+              f"{r['predicted'] / 1e9:.3f} GB predicted between steps, {r['between_steps'] / 1e9:.3f} measured")
+else:
+    skip("the memory ledger", "PyTorch counts memory on a GPU only")
+if len(RESULTS["memory"]) == 2:
+    a, b = RESULTS["memory"]
+    print(f"At its peak, {b['precision']} takes {compare(b['peak'], a['peak'], 0.005 * a['peak'], 'less', 'more')}: between steps both hold the same FP32 state, and for backward "
+          f"it keeps {b['kept_for_backward'] / 1e9:.3f} GB, {a['precision']} {a['kept_for_backward'] / 1e9:.3f}: activations in 8 instead of 16 bits, "
+          "and of each weight two FP8 copies (one transposed) instead of one BF16 copy.")
+
+# %% [markdown]
+# ## 9. The state behind FP8
+#
+# Delayed scaling keeps, for each tensor of each matrix multiplication, the amax of the last steps and the scale that
+# follows from their maximum. Here is that state for the first block, as training left it. One GEMM has three tensors in
+# forward (input, weight, output) and two in backward (gradient of the output, gradient of the input). Outputs and input
+# gradients leave the GEMM in 16 bits, so their columns stay at scale 1 and are not shown. Row 0 of a history is the
+# staging row, zero after each update; the newest value is in the last row.
+
+# %%
+GEMMS = {"qkv": ["qkv"], "proj": ["proj"], "mlp": ["fc1", "fc2"]}
+
+
+def state_rows(states, margin=0):
+    """[{gemm, role, layout, amax, window, scale, expected}] of the used columns. A GEMM has 3 columns forward and 2 backward."""
+    rows = []
+    for module, direction, scale, history in states:
+        if module not in GEMMS:  # attention has columns too, unused unless it runs in FP8
+            continue
+        roles, largest = (("input", "weight"), 448.0) if direction == "forward" else (("grad_output",), 57344.0)
+        for i, gemm in enumerate(GEMMS[module]):
+            for j, role in enumerate(roles):
+                column = i * (3 if direction == "forward" else 2) + j
+                window = history[:, column].max().item()
+                rows.append({"gemm": gemm, "role": role, "layout": "E4M3" if direction == "forward" else "E5M2", "amax": history[-1, column].item(),
+                             "window": window, "scale": scale[column].item(), "expected": largest / window / 2**margin if window > 0 else 1.0})
+    return rows
+
+
+RESULTS["fp8_state"] = state_rows(STATE)
+if STATE:
+    print_table(["GEMM", "tensor", "layout", "newest amax", f"amax of {SETTINGS.amax_history} steps", "scale", "fp8_max / amax"],
+                [[r["gemm"], r["role"], r["layout"]] + [f"{r[k]:.4g}" for k in ("amax", "window", "scale", "expected")] for r in RESULTS["fp8_state"]])
+    off = max(abs(r["scale"] / r["expected"] - 1) for r in RESULTS["fp8_state"])
+    check("every scale is fp8_max / amax", len(RESULTS["fp8_state"]) == 12 and off < 1e-5, f"{len(RESULTS['fp8_state'])} tensors, largest deviation {off:.1e}")
+    check("every tensor was seen", all(r["window"] > 0 for r in RESULTS["fp8_state"]), f"smallest amax {min(r['window'] for r in RESULTS['fp8_state']):.2e}")
+elif FP8:
+    skip("amax histories", f"{FP8.name} computes each scale from the tensor it casts and keeps no history; --recipe delayed shows one")
+else:
+    skip("the FP8 state", PRECISIONS["FP8 delayed"].reason)
+
+# %% [markdown]
+# Gradients are a thousand times smaller than activations, and shrink as the loss falls. Their scales follow. That is why no
+# loss scaling is needed in FP8.
+
+# %%
+def scale_lines():
+    """{label: [(step, scale)]} of the recorded training, for the used columns of block 0."""
+    lines = {}
+    for step, states in TIMELINE:
+        for r in state_rows([(n, d, scale, torch.ones(1, len(scale))) for n, d, scale in states]):
+            lines.setdefault(f"{r['gemm']} {r['role']}", []).append((step, r["scale"]))
+    return lines
+
+
+RESULTS["fp8_timeline"] = scale_lines()
+if RESULTS["fp8_timeline"]:
+    print_table(["scale of", *(f"step {step}" for step, _ in TIMELINE[:: max(1, len(TIMELINE) // 5)])],
+                [[label, *(f"{scale:.4g}" for _, scale in line[:: max(1, len(line) // 5)])] for label, line in RESULTS["fp8_timeline"].items()])
+
+# %% [markdown]
+# ## 10. Greedy generation
+#
+# A prompt of two tokens already determines the rest, so every continuation can be checked. The generator works on one
+# buffer of the full length: right padding is harmless under a causal mask as long as we read the logits of the last real
+# position. Rows are padded too, so that one prompt of any length is legal in FP8.
+
+# %%
+def generate(model, precision, prompts, n_new):
+    """Greedy continuation: prompts [B, P] -> [B, P + n_new]. Leaves no trace in the model."""
+    tokens = torch.zeros(len(prompts), prompts.shape[1] + n_new, dtype=torch.long, device=DEVICE)
+    tokens[:, : prompts.shape[1]] = prompts
+    with evaluation(model):
+        done = []
+        for rows, piece in chunks(tokens):
+            piece = piece.clone()
+            for t in range(prompts.shape[1], piece.shape[1]):
+                with precision.context():
+                    logits = model.logits(model.trunk(piece)[:, t - 1])
+                piece[:, t] = logits.argmax(-1)
+            done.append(piece[:rows])
+    return torch.cat(done)
+
+
+GENERATE_IN = FP8 or BASE
+for row in generate(TRAINED.model, GENERATE_IN, EVERY[[5, 100, 300], : SETTINGS.prompt].to(DEVICE), SETTINGS.gen).tolist():
+    print("  prompt", *row[: SETTINGS.prompt], "->", *row[SETTINGS.prompt:], "| strides", sorted({(b - a) % SETTINGS.vocab for a, b in zip(row, row[1:])}))
+
+# %% [markdown]
+# Now all prompts there are, at three lengths: the shortest that shows the stride, yours, and one that ends at the last
+# position the model knows. One forward pass serves all prompts at once; a loop over single prompts is timed beside it.
+
+# %%
+def exact_match(length, n_new):
+    """(share of all prompts of this length that are continued exactly, tokens/s)."""
+    begin = time.perf_counter()
+    found = generate(TRAINED.model, GENERATE_IN, EVERY[:, :length].to(DEVICE), n_new).cpu()
+    return (found == EVERY[:, : length + n_new]).all(1).float().mean().item(), len(EVERY) * n_new / (time.perf_counter() - begin)
+
+
+before = [(s.scale.clone(), s.amax_history.clone()) for _, _, s in fp8_states(TRAINED.model)], TRAINED.model.training
+RESULTS["generation"] = {"prompts": len(EVERY), "precision": GENERATE_IN.name, "by_length": {}}
+for length, n_new in ((2, SETTINGS.gen), (SETTINGS.prompt, SETTINGS.gen), (SETTINGS.seq - 4, 4)):
+    rate, speed = exact_match(length, n_new)
+    RESULTS["generation"]["by_length"][length] = rate
+    if length == SETTINGS.prompt:
+        RESULTS["generation"].update(exact_match=rate, tokens_per_s=speed)
+    check(f"all {len(EVERY)} prompts of length {length} are continued exactly", rate == 1, f"{rate:.1%} exact, {n_new} new tokens each, {speed:,.0f} tokens/s")
+begin = time.perf_counter()
+for prompt in EVERY[:3, : SETTINGS.prompt]:
+    generate(TRAINED.model, GENERATE_IN, prompt[None].to(DEVICE), SETTINGS.gen)
+naive = 3 * SETTINGS.gen / (time.perf_counter() - begin)
+print(f"  one prompt at a time: {naive:,.0f} tokens/s; all at once is {RESULTS['generation']['tokens_per_s'] / naive:.0f} times that")
+
+# %% [markdown]
+# Two more checks. Padding must not change what is generated: the reference is the PyTorch twin with the same weights, one
+# unpadded prompt at a time, odd lengths included. And generation must leave no trace in the training state.
+
+# %%
+@torch.inference_mode()
+def unpadded(model, precision, prompt, n_new):
+    """The plain loop: one prompt [P], no padding."""
+    tokens = prompt[None].to(DEVICE)
+    for _ in range(n_new):
+        with precision.context():
+            tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return tokens[0]
+
+
+twin = load_weights(MiniGPT(TORCH_KIT, SETTINGS, BASE.dtype).to(DEVICE), weights_of(TRAINED.model))
+same = [torch.equal(generate(TRAINED.model, GENERATE_IN, EVERY[i:i + 1, :length].to(DEVICE), 9)[0], unpadded(twin, BASE, EVERY[i, :length], 9))
+        for i, length in ((1, 2), (20, 3), (333, 7), (575 % len(EVERY), min(13, SETTINGS.seq - 9)))]
+check("padded generation equals the unpadded reference", all(same), f"{sum(same)} of {len(same)} prompts, {GENERATE_IN.name} padded against {BASE.name} unpadded")
+after = [(s.scale, s.amax_history) for _, _, s in fp8_states(TRAINED.model)], TRAINED.model.training
+check("generation leaves no trace", before[1] == after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
+      f"training mode kept; {len(after[0])} FP8 states unchanged" if after[0] else "training mode kept; this precision has no FP8 state")
+
+# %% [markdown]
+# ## 11. Report
+
+# %%
+def draw():
+    """Save a figure of the loss curves, the benchmark, the FP8 scales and the widths; return its path, or None."""
+    try:
+        import matplotlib
+        if IS_SCRIPT:
+            matplotlib.use("Agg")  # no display needed
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return skip("the figure", "matplotlib is not installed (pip install matplotlib)")
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    loss, bench, scales, widths = axes.flat
+    for name, curve in CURVES.items():
+        loss.plot(range(1, len(curve) + 1), curve, label=name, lw=1)
+    loss.axhline(FLOOR, color="black", ls=":", label=f"floor ln({STRIDES})/{SETTINGS.seq}")
+    loss.set(title="Training loss", xlabel="step", ylabel="nats per token", yscale="log")
+    loss.legend()
+    bench.barh([r["row"] for r in LADDER], [r["ms_median"] for r in LADDER], xerr=[r["ms_iqr"] / 2 for r in LADDER],
+               color=["tab:green" if "FP8" in r["row"] else "tab:blue" if r["kit"] == "TE" else "tab:gray" for r in LADDER])
+    bench.invert_yaxis()
+    bench.set(title="Full training step", xlabel="ms (median, bars: IQR)")
+    for label, line in RESULTS["fp8_timeline"].items():
+        scales.plot(*zip(*line), label=label, lw=1, ls="--" if "grad" in label else "-")
+    scales.set(title="FP8 scales of block 0" if RESULTS["fp8_timeline"] else "FP8 scales: not on this machine", xlabel="step", yscale="log")
+    if RESULTS["fp8_timeline"]:
+        scales.legend(fontsize=7, ncol=2)
+    for how, style in (("graph", "-o"), ("eager", "--s")):
+        points = [(r["width"], r[BASE.name, how] / r[FP8.name, how]) for r in SWEEP if r["tokens"] == SWEEP[-1]["tokens"]]
+        if points:
+            widths.plot(*zip(*points), style, label={"graph": "CUDA graph", "eager": "launched from Python"}[how])
+    widths.axhline(1, color="black", lw=1)
+    widths.set(title="FP8 speed-up by width" if SWEEP else "FP8 speed-up: not on this machine", xlabel="d_model", xscale="log")
+    if SWEEP:
+        widths.legend()
+    figure.savefig(OUT / "figure.png", dpi=110)
+    if IS_SCRIPT:
+        plt.close(figure)
+    return OUT / "figure.png"
+
+
+FIGURE = draw() if RANK == 0 else None
+
+# %%
+write_results()
+failed = [c for c in RESULTS["checks"] if not c["passed"]]
+print("Checks:")
+for c in RESULTS["checks"]:
+    print(f"  {'pass' if c['passed'] else 'FAIL'} | {c['name']} | {c['detail']}")
+if SKIPPED:
+    print("Not shown on this machine:")
+    for line in SKIPPED:
+        print("  -", line)
+print("Try next:")
+for command, why in [("--d-model 2048 --n-layers 12", "a model that fills the GPU"), ("--recipe current", "FP8 without a history"),
+                     ("--amax-history 1024", "a longer memory"), ("--benchmark full", "more rows and widths")]:
+    print(f"  python te_tutorial.py {command:30s}  {why}")
+print(f"Written: {OUT / 'results.json'}{f', {FIGURE}' if FIGURE else ''}")
+print(f"{len(RESULTS['checks']) - len(failed)} of {len(RESULTS['checks'])} checks passed" + (f"; FAILED: {', '.join(c['name'] for c in failed)}" if failed else ""))
+if failed and IS_SCRIPT:
+    sys.exit(1)
