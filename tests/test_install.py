@@ -464,11 +464,14 @@ def test_an_unknown_failure_shows_its_last_line_and_the_log(cells):
 
 def test_a_failed_build_shows_the_telling_lines_and_keeps_all(box):
     noise = "  /usr/include/c++: warning: unused\n" * 300
-    box.write("pip_output", f"Precompiled wheel not found. Building from source...\n{noise}  x.h:1: fatal error: nccl.h: No such file or directory\n{noise}"
+    box.write("pip_output", f"Precompiled wheel not found. Building from source...\n  urllib.error.URLError: <urlopen error>\n{noise}"
+                            f"  x.h:1: fatal error: nccl.h: No such file or directory\n{noise}"
+                            + "".join(f"  y.cpp:{line // 2}: error: and more\n" for line in range(9)) +
                             "  error: subprocess-exited-with-error\n  ERROR: Failed building wheel for transformer_engine_torch")
     result = box.run("fail")
     assert result.te is None and "nvidia-nccl-cu13" in result.reason
     assert "fatal error: nccl.h" in result.shown and "unused" not in result.shown and "subprocess-exited" not in result.shown
+    assert result.shown.count("y.cpp:0: error: and more") == 1 and result.shown.count("and more") == 2  # three lines, none twice
     assert (box.out / "te_install.log").read_text().count("unused") == 600
 
 

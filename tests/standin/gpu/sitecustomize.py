@@ -332,6 +332,7 @@ def install(torch):
             return (lambda function: function) if model is None else model
 
         torch.compile = compile
+        torch.compiler.reset = nothing
         torch.nn.Module.compile = nothing
 
 
