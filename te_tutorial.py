@@ -279,6 +279,8 @@ DEVICE = MACHINE.device
 if DEVICE == "cpu" and torch.cuda.is_available():  # a GPU that does not run: take the settings of a machine without one
     SETTINGS, NOTE = choose_settings(GIVEN, False)
     print(f"no usable GPU, so {NOTE or 'the same settings, slowly'}")
+if WORLD > 1:  # data-parallel: every process runs this script, on its own GPU if there are enough
+    torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 
 # %% [markdown]
 # From the capability follows what to expect. `torch.cuda.is_bf16_supported()` is not asked: it says yes on a T4, because it
@@ -650,6 +652,7 @@ def load_te():
         sys.modules.pop("transformer_engine", None)  # an empty folder of that name imports as an empty module
         found = import_te()
     if isinstance(found, Exception):
+        print(f"  importing it raised {type(found).__name__}: {(str(found).strip().splitlines() or [''])[0][:200]}")
         return None, diagnose(found)
     if not hasattr(found, "autocast"):
         return None, f"this TE is too old for the tutorial. This mends it: {REMOVE}"
@@ -795,15 +798,18 @@ print_table(["tensor", "layout", "scale", "became zero", "saturated", "SQNR dB"]
 
 # %% [markdown]
 # Without a scale E4M3 loses the gradients whole and clips the activations. With one, both tensors keep the same quality,
-# and that quality is set by the mantissa alone. A uniform rounding error within a binade predicts 31.8 dB for three
-# mantissa bits and 25.8 dB for two (6.02 dB a bit apart).
+# and that quality is set by the mantissa alone. It can be predicted. Between 1 and 2, a format with *m* mantissa bits has
+# steps of 2^-m; rounding to them leaves a mean square error of 4^-m / 12. The mean square of numbers spread evenly
+# between 1 and 2 is 7/3. So the SQNR is 10 log10(28 * 4^m): every further bit buys 6 dB.
 
 # %%
-worst = max(abs(CAST_DB[E4M3] - 31.8), abs(CAST_DB[E5M2] - 25.8))
-check("a scaled cast is as good as its mantissa", worst < 1.5, f"E4M3 {CAST_DB[E4M3]:.1f} dB, E5M2 {CAST_DB[E5M2]:.1f} dB; 31.8 and 25.8 predicted")
+PREDICTED_DB = {E4M3: 10 * math.log10(28 * 4**3), E5M2: 10 * math.log10(28 * 4**2)}
+check("a scaled cast is as good as its mantissa", all(abs(CAST_DB[layout] - db) < 1.5 for layout, db in PREDICTED_DB.items()),
+      f"E4M3 {CAST_DB[E4M3]:.1f} dB, E5M2 {CAST_DB[E5M2]:.1f} dB; predicted {PREDICTED_DB[E4M3]:.1f} and {PREDICTED_DB[E5M2]:.1f}, within 1.5")
 x = TENSORS["gradients"]
-check("without a scale, E4M3 loses small gradients", sqnr_db(x, cast_fp8(x, E4M3, 1.0)) < 10,
-      f"{(cast_fp8(x, E4M3, 1.0) == 0).float().mean():.0%} became zero; with scale {(cast_fp8(x, E4M3, 448 / x.abs().max().item()) == 0).float().mean():.1%}")
+bare, scaled = (cast_fp8(x, E4M3, scale) for scale in (1.0, 448 / x.abs().max().item()))
+check("without a scale, E4M3 loses small gradients", sqnr_db(x, bare) < 10 < sqnr_db(x, scaled),
+      f"{(bare == 0).float().mean():.0%} became zero; with the scale {(scaled == 0).float().mean():.1%}")
 
 # %% [markdown]
 # TE does the same. After one forward pass its delayed-scaling state holds the scale we compute by hand. And when inputs
@@ -1136,13 +1142,15 @@ print_table(["module", "shape", "parameters", "PyTorch ms"] + (["TE ms", f"PyTor
 if USE_TE:
     print("  (two numbers: output / worst gradient; error relative to PyTorch FP32)")
 for row in RESULTS["tour"] if USE_TE else []:
-    check(f"{row['module']}: TE in {BASE.name} is as accurate as PyTorch in {BASE.name}", all(a <= 2 * b + 2**-8 for a, b in zip(row["te_error"], row["torch_error"])),
+    check(f"{row['module']}: TE in {BASE.name} is as accurate as PyTorch in {BASE.name}",
+          all(a <= 2 * b + 2**-8 for a, b in zip(row["te_error"], row["torch_error"])),
           "output {:.1e}, gradients {:.1e} from FP32; PyTorch {:.1e} and {:.1e}".format(*row["te_error"], *row["torch_error"]))
     for name, db in row.get("db", {}).items():
         check(f"{row['module']} in {name}: only cast noise", all(a >= b for a, b in zip(db, row["bound_db"])),
               "output {:.1f} dB, gradients {:.1f} dB; at least {:.1f} and {:.1f} wanted".format(*db, *row["bound_db"]))
 if not USE_TE:
-    check("twins are real", all(row["parameters"] > 0 and row["output"] for row in RESULTS["tour"]), f"{len(TOUR)} modules ran forward and backward")
+    check("twins are real", all(row["parameters"] > 0 and row["output"] for row in RESULTS["tour"]),
+          f"{len(TOUR)} modules ran forward and backward")
     skip("TE's modules beside their twins", TE_REASON or BASE.reason or PRECISIONS["BF16"].reason)
 
 # %% [markdown]
@@ -1216,7 +1224,8 @@ if USE_TE:
     check("TE and PyTorch models agree", all(a <= 2 * b for a, b in zip(ours, plain)),
           "logits {:.1e}, gradients {:.1e} from FP32; PyTorch {:.1e} and {:.1e}; at most twice that allowed".format(*ours, *plain))
     back = weights_of(load_weights(new_model(TE_KIT), weights_of(twin)))
-    check("weights survive the way there and back", all(torch.equal(back[n], w) for n, w in weights_of(model).items()), f"{len(back)} tensors equal to the bit")
+    check("weights survive the way there and back", all(torch.equal(back[n], w) for n, w in weights_of(model).items()),
+          f"{len(back)} tensors equal to the bit")
     del twin, exact, back
 else:
     skip("TE model against PyTorch model", TE_REASON or PRECISIONS["BF16"].reason)
@@ -1252,7 +1261,8 @@ def leak(model, precision):
 for precision in [BASE, *(FP8S if USE_TE else [])]:
     wrong, right, noise = leak(model, precision)
     limit = noise if precision.name in ("FP8 current", "NVFP4") else 0
-    check(f"causal, rows independent ({precision.name})", wrong <= limit < right, f"elsewhere {wrong:.1e} (at most {limit:.1e}), from the changed token on {right:.1e}")
+    check(f"causal, rows independent ({precision.name})", wrong <= limit < right,
+          f"elsewhere {wrong:.1e} (at most {limit:.1e}), from the changed token on {right:.1e}")
 
 # %% [markdown]
 # ## 6. Data
@@ -1281,7 +1291,8 @@ def batches(seed, rows, s=SETTINGS):
         yield whole[:, :-1], whole[:, 1:]
 
 
-EVERY = sequences(torch.arange(SETTINGS.vocab).repeat_interleave(STRIDES), torch.arange(1, STRIDES + 1).repeat(SETTINGS.vocab), SETTINGS.seq + 1)
+EVERY = sequences(torch.arange(SETTINGS.vocab).repeat_interleave(STRIDES), torch.arange(1, STRIDES + 1).repeat(SETTINGS.vocab),
+                  SETTINGS.seq + 1)
 for row in EVERY[[0, 7, 14]].tolist():
     print("  stride", (row[1] - row[0]) % SETTINGS.vocab, "|", *row[:16], "...")
 print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {FLOOR:.5f} nats per token; guessing costs ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.2f}.")
@@ -1324,7 +1335,8 @@ class MasterAdamW:
         on_gpu = DEVICE == "cuda"
         self.weights = [*self.plain, *self.masters]
         self.lr = lr
-        self.adamw = torch.optim.AdamW(self.weights, lr=torch.tensor(lr, device=DEVICE) if on_gpu else lr, fused=on_gpu, capturable=on_gpu)
+        self.adamw = torch.optim.AdamW(self.weights, lr=torch.tensor(lr, device=DEVICE) if on_gpu else lr, fused=on_gpu,
+                                       capturable=on_gpu)
 
     def set_lr(self, share):
         """Set the learning rate to a share of its peak. A graph reads it from a tensor."""
@@ -1558,7 +1570,8 @@ print(f"  floor {FLOOR:.5f}; a step is {SETTINGS.batch} sequences of {SETTINGS.s
 
 # %%
 for name, found in EXAMS.items():
-    check(f"{name} reaches the floor", max(found) <= FLOOR * (1 + SETTINGS.margin), f"loss {max(found):.5f}, floor {FLOOR:.5f}, margin {SETTINGS.margin:.0%}")
+    check(f"{name} reaches the floor", max(found) <= FLOOR * (1 + SETTINGS.margin),
+          f"loss {max(found):.5f}, floor {FLOOR:.5f}, margin {SETTINGS.margin:.0%}")
 if FP8:
     noise = max(EXAMS[BASE.name]) - min(EXAMS[BASE.name])
     apart = abs(EXAMS[FP8.name][0] - EXAMS[BASE.name][0])
@@ -1577,7 +1590,8 @@ with TRAINED.untouched():
     before = [w.detach().clone() for w in TRAINED.optimizer.plain]
     TRAINED.run(*next(batches(SETTINGS.seed + 99, SETTINGS.batch)))
     pairs = [(a.bfloat16(), (a.bfloat16().float() + (b - a)).bfloat16(), a != b) for a, b in zip(before, TRAINED.optimizer.plain)]
-    lost = sum(((a == b) & changed).sum().item() for a, b, changed in pairs) / max(1, sum(changed.sum().item() for _, _, changed in pairs))
+    lost = sum(((a == b) & changed).sum().item() for a, b, changed in pairs) / max(1,
+                                                                                   sum(changed.sum().item() for _, _, changed in pairs))
 check("weights moved", moved > 0.99, f"{moved:.1%} of the matrix weights differ from their initial values")
 check("master weights are FP32", all(w.dtype == torch.float32 for w in TRAINED.optimizer.weights),
       f"{sum(w.numel() for w in TRAINED.optimizer.weights):,} FP32 weights; BF16 weights would have lost {lost:.0%} of the updates of one late step")
@@ -1644,7 +1658,8 @@ BENCHMARK = SETTINGS.benchmark != "off"
 kinds = {p.name.split()[0] if "FP4" not in p.name else "FP8" for p in RUNS} & {"FP32", "FP16", "BF16", "FP8"}
 CEILING = {kind: rate for kind in sorted(kinds) if BENCHMARK and (rate := gemm_rate(kind, SIZE, SIZE, SIZE))}
 if CEILING:
-    print(f"Matrix multiplication of {SIZE} x {SIZE} on this machine:", ", ".join(f"{k} {rate:.3g} TFLOP/s" for k, rate in CEILING.items()))
+    print(f"Matrix multiplication of {SIZE} x {SIZE} on this machine:",
+          ", ".join(f"{k} {rate:.3g} TFLOP/s" for k, rate in CEILING.items()))
 
 # %% [markdown]
 # The work in a step is counted by hand. Each weight of a matrix takes part in 6 floating-point operations per token: a
@@ -1690,7 +1705,8 @@ class Row:
         if key not in trainers:
             resting = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
             torch.compiler.reset()  # another model is not a recompilation of the last
-            trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled, **({"declare": True} if self.declare else {}))
+            trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled,
+                                    **({"declare": True} if self.declare else {}))
             trainers[key].tokens, trainers[key].targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
             trainers[key].resting = resting
         self.trainer = trainers[key]
@@ -1805,7 +1821,8 @@ def print_ladder(rows):
     plain = min((r["ms_median"] for r in rows if r["kit"] == "PyTorch"), default=math.nan)
     cells = []
     for above, r in zip([None, *rows], rows):
-        cells.append([r["row"], f"{r['ms_median']:.2f} ({r['ms_iqr']:.2f})", f"{r['cpu_launch_ms']:.2f}", f"{r['tokens_per_s']:,.0f}", f"{r['tflops']:.3g}",
+        cells.append([r["row"], f"{r['ms_median']:.2f} ({r['ms_iqr']:.2f})", f"{r['cpu_launch_ms']:.2f}", f"{r['tokens_per_s']:,.0f}",
+                      f"{r['tflops']:.3g}",
                       f"{r['share_of_gemm']:.0%}" if r["share_of_gemm"] else "-", f"{r['peak_memory_gb']:.2f}" if r["peak_memory_gb"] else "-",
                       f"{above['ms_median'] / r['ms_median']:.2f}x" if above else "-", f"{plain / r['ms_median']:.2f}x"])
     print_table(["row", "ms (IQR)", "launch ms", "tokens/s", "TFLOP/s", "share", "peak GB", "above", "best PyTorch"], cells)
@@ -1856,7 +1873,8 @@ def findings(rows, base, fp8):
 for sentence in findings(LADDER, BASE.name, FP8 and FP8.name):
     print("  -", sentence)
 if LADDER:
-    check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER), f"{len(LADDER)} rows, taking turns in 5 rounds")
+    check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER),
+          f"{len(LADDER)} rows, taking turns in 5 rounds")
     if any(r["share_of_gemm"] for r in LADDER):
         top = max((r for r in LADDER if r["share_of_gemm"]), key=lambda r: r["share_of_gemm"])
         check("no row beats the ceiling", top["share_of_gemm"] <= 1, f"highest share {top['share_of_gemm']:.0%} ({top['row']})")
@@ -1904,7 +1922,8 @@ SWEEP = []
 if BENCHMARK and FP8 and "FP8" in CEILING and fastest(LADDER, "TE", FP8.name, True):
     BANDWIDTH = bandwidth()
     wide = [256, 512, 768, 1024, 1536, 2048, 3072, 4096] if SETTINGS.benchmark == "full" else [256, 512, 1024, 2048, 4096]
-    plan = [(w, rows) for rows in ([SETTINGS.bench_batch // 4 or 1, SETTINGS.bench_batch] if SETTINGS.benchmark == "full" else [SETTINGS.bench_batch]) for w in wide]
+    plan = [(w, rows) for rows in ([SETTINGS.bench_batch // 4 or 1,
+                                    SETTINGS.bench_batch] if SETTINGS.benchmark == "full" else [SETTINGS.bench_batch]) for w in wide]
     bar = progress_bar(len(plan), "widths")
     for width, rows in plan:
         try:
@@ -1958,13 +1977,14 @@ elif BENCHMARK:
 # ### Where the memory goes
 #
 # FP8 is often bought for memory, and often disappoints: weights stay in FP32, and AdamW keeps two more numbers for each.
-# The ledger below predicts what must lie in memory between steps, in bytes per parameter: 4 for the master weight, 8 for
-# AdamW, 4 for a gradient that TE writes into its own buffer. What a step adds on top is measured: activations kept
-# for backward, and the working copies of the weights.
+# The ledger predicts what must lie in memory between steps: 4 bytes for each master weight, 8 for AdamW, 4 for each
+# gradient that TE writes into a buffer of its own, 2 for the 16-bit vectors. What a step keeps for backward is measured.
+# Part of it is known: the copies of the matrices that multiply, 2 bytes per weight in BF16 (one copy) as in FP8 (two, one
+# of them transposed). The rest are activations.
 
 # %%
 def ledger(precision):
-    """Bytes: predicted and measured between steps, kept for backward, and at the peak of one step launched from Python."""
+    """Bytes of one trainer: predicted and measured between steps, kept for backward, at the peak of a step launched from Python."""
     gc.collect()
     resting = torch.cuda.memory_allocated()
     trainer = Trainer(KIT, precision, SETTINGS.bench_batch)
@@ -1973,7 +1993,9 @@ def ledger(precision):
         trainer.step()
     trainer.optimizer.clear()
     o, count = trainer.optimizer, lambda tensors: sum(t.numel() for t in tensors)
-    predicted = 12 * count(o.weights) + 4 * count(o.direct) + 4 * count(o.masters) + 2 * count(o.copies) + 16 * trainer.tokens.numel()
+    predicted = {"master weights": 4 * count(o.weights), "AdamW": 8 * count(o.weights),
+                 "gradient buffers": 4 * count([*o.direct, *o.masters]),
+                 "16-bit vectors": 2 * count(o.copies), "batch": 16 * trainer.tokens.numel()}
     between_steps = torch.cuda.memory_allocated() - resting
     torch.cuda.reset_peak_memory_stats()
     with precision.context():
@@ -1982,23 +2004,24 @@ def ledger(precision):
     del loss
     trainer.step()
     peak = torch.cuda.max_memory_allocated() - resting
-    return {"precision": precision.name, "predicted": predicted, "between_steps": between_steps, "kept_for_backward": kept, "peak": peak}
+    matrices = sum(p.numel() for p in trainer.model.blocks.parameters() if p.dim() > 1)
+    return {"precision": precision.name, **predicted, "predicted": sum(predicted.values()), "between steps": between_steps,
+            "copies of matrices": 2 * matrices, "activations": kept - 2 * matrices, "kept for backward": kept, "peak": peak}
 
 
 RESULTS["memory"] = [ledger(p) for p in [BASE, *([FP8] if FP8 else [])]] if DEVICE == "cuda" else []
 if RESULTS["memory"]:
-    print_table(["precision", "between steps GB", "predicted GB", "kept for backward GB", "peak GB"],
-                [[r["precision"]] + [f"{r[k] / 1e9:.3f}" for k in ("between_steps", "predicted", "kept_for_backward", "peak")] for r in RESULTS["memory"]])
+    print_table(["GB", *(r["precision"] for r in RESULTS["memory"])],
+                [[item, *(f"{r[item] / 1e9:.3f}" for r in RESULTS["memory"])] for item in RESULTS["memory"][0] if item != "precision"])
     for r in RESULTS["memory"]:
-        check(f"the memory ledger adds up ({r['precision']})", abs(r["predicted"] / r["between_steps"] - 1) < 0.1,
-              f"{r['predicted'] / 1e9:.3f} GB predicted between steps, {r['between_steps'] / 1e9:.3f} measured")
+        check(f"the memory ledger adds up ({r['precision']})", abs(r["predicted"] / r["between steps"] - 1) < 0.1,
+              f"{r['predicted'] / 1e9:.3f} GB predicted between steps, {r['between steps'] / 1e9:.3f} measured")
 else:
     skip("the memory ledger", "PyTorch counts memory on a GPU only")
 if len(RESULTS["memory"]) == 2:
     a, b = RESULTS["memory"]
-    print(f"At its peak, {b['precision']} takes {compare(b['peak'], a['peak'], 0.005 * a['peak'], MEMORY_WORDS)} {a['precision']}: between steps both hold the same FP32 state, and for backward "
-          f"it keeps {b['kept_for_backward'] / 1e9:.3f} GB, {a['precision']} {a['kept_for_backward'] / 1e9:.3f}: activations in 8 instead of 16 bits, "
-          "and of each weight two FP8 copies (one transposed) instead of one BF16 copy.")
+    print(f"At its peak, {b['precision']} takes {compare(b['peak'], a['peak'], 0.005 * a['peak'], MEMORY_WORDS)} {a['precision']}: the FP32 state between steps is the same, "
+          f"the copies of the matrices too, and the activations kept for backward are {b['activations'] / 1e9:.3f} instead of {a['activations'] / 1e9:.3f} GB.")
 
 # %% [markdown]
 # ## 9. The state behind FP8
@@ -2024,7 +2047,8 @@ def state_rows(states, margin=0):
             for j, role in enumerate(roles):
                 column = i * (3 if direction == "forward" else 2) + j
                 window = history[:, column].max().item()
-                rows.append({"gemm": gemm, "role": role, "layout": "E4M3" if direction == "forward" else "E5M2", "amax": history[-1, column].item(),
+                rows.append({"gemm": gemm, "role": role, "layout": "E4M3" if direction == "forward" else "E5M2",
+                             "amax": history[-1, column].item(),
                              "window": window, "scale": scale[column].item(), "expected": largest / window / 2**margin if window > 0 else 1.0})
     return rows
 
@@ -2032,10 +2056,13 @@ def state_rows(states, margin=0):
 RESULTS["fp8_state"] = state_rows((n, d, s.scale, s.amax_history) for n, d, s in fp8_states(TRAINED.model.blocks[0]))
 if RESULTS["fp8_state"]:
     print_table(["GEMM", "tensor", "layout", "newest amax", f"amax of {SETTINGS.amax_history} steps", "scale", "fp8_max / amax"],
-                [[r["gemm"], r["role"], r["layout"]] + [f"{r[k]:.4g}" for k in ("amax", "window", "scale", "expected")] for r in RESULTS["fp8_state"]])
+                [[r["gemm"], r["role"],
+                  r["layout"]] + [f"{r[k]:.4g}" for k in ("amax", "window", "scale", "expected")] for r in RESULTS["fp8_state"]])
     off = max(abs(r["scale"] / r["expected"] - 1) for r in RESULTS["fp8_state"])
-    check("every scale is fp8_max / amax", len(RESULTS["fp8_state"]) == 12 and off < 1e-5, f"{len(RESULTS['fp8_state'])} tensors, largest deviation {off:.1e}")
-    check("every tensor was seen", all(r["window"] > 0 for r in RESULTS["fp8_state"]), f"smallest amax {min(r['window'] for r in RESULTS['fp8_state']):.2e}")
+    check("every scale is fp8_max / amax", len(RESULTS["fp8_state"]) == 12 and off < 1e-5,
+          f"{len(RESULTS['fp8_state'])} tensors, largest deviation {off:.1e}")
+    check("every tensor was seen", all(r["window"] > 0 for r in RESULTS["fp8_state"]),
+          f"smallest amax {min(r['window'] for r in RESULTS['fp8_state']):.2e}")
 elif FP8:
     skip("amax histories", f"{FP8.name} computes each scale from the tensor it casts and keeps no history; --recipe delayed shows one")
 else:
@@ -2058,7 +2085,8 @@ def scale_lines():
 RESULTS["fp8_timeline"] = scale_lines()
 if RESULTS["fp8_timeline"]:
     print_table(["scale of", *(f"step {step}" for step, _ in TIMELINE[:: max(1, len(TIMELINE) // 5)])],
-                [[label, *(f"{scale:.4g}" for _, scale in line[:: max(1, len(line) // 5)])] for label, line in RESULTS["fp8_timeline"].items()])
+                [[label, *(f"{scale:.4g}" for _, scale in line[:: max(1, len(line) // 5)])] for label,
+                 line in RESULTS["fp8_timeline"].items()])
 
 # %% [markdown]
 # ## 10. Greedy generation
@@ -2086,7 +2114,8 @@ def generate(model, precision, prompts, n_new):
 
 GENERATE_IN = FP8 or BASE
 for row in generate(TRAINED.model, GENERATE_IN, EVERY[[5, 100, 300], : SETTINGS.prompt].to(DEVICE), SETTINGS.gen).tolist():
-    print("  prompt", *row[: SETTINGS.prompt], "->", *row[SETTINGS.prompt:], "| strides", sorted({(b - a) % SETTINGS.vocab for a, b in zip(row, row[1:])}))
+    print("  prompt", *row[: SETTINGS.prompt], "->", *row[SETTINGS.prompt:], "| strides",
+          sorted({(b - a) % SETTINGS.vocab for a, b in zip(row, row[1:])}))
 
 # %% [markdown]
 # Now all prompts there are, at three lengths: the shortest that shows the stride, yours, and one that ends at the last
@@ -2107,7 +2136,8 @@ for length, n_new in ((2, SETTINGS.gen), (SETTINGS.prompt, SETTINGS.gen), (SETTI
     RESULTS["generation"]["by_length"][length] = rate
     if length == SETTINGS.prompt:
         RESULTS["generation"].update(exact_match=rate, tokens_per_s=speed)
-    check(f"all {len(EVERY)} prompts of length {length} are continued exactly", rate == 1, f"{rate:.1%} exact, {n_new} new tokens each, {speed:,.0f} tokens/s")
+    check(f"all {len(EVERY)} prompts of length {length} are continued exactly", rate == 1,
+          f"{rate:.1%} exact, {n_new} new tokens each, {speed:,.0f} tokens/s")
 begin = time.perf_counter()
 for prompt in EVERY[:3, : SETTINGS.prompt]:
     generate(TRAINED.model, GENERATE_IN, prompt[None].to(DEVICE), SETTINGS.gen)
@@ -2130,11 +2160,14 @@ def unpadded(model, precision, prompt, n_new):
 
 
 twin = load_weights(MiniGPT(TORCH_KIT, SETTINGS, BASE.dtype).to(DEVICE), weights_of(TRAINED.model))
-same = [torch.equal(generate(TRAINED.model, GENERATE_IN, EVERY[i:i + 1, :length].to(DEVICE), 9)[0], unpadded(twin, BASE, EVERY[i, :length], 9))
+same = [torch.equal(generate(TRAINED.model, GENERATE_IN, EVERY[i:i + 1, :length].to(DEVICE), 9)[0],
+                    unpadded(twin, BASE, EVERY[i, :length], 9))
         for i, length in ((1, 2), (20, 3), (333, 7), (575 % len(EVERY), min(13, SETTINGS.seq - 9)))]
-check("padded generation equals the unpadded reference", all(same), f"{sum(same)} of {len(same)} prompts, {GENERATE_IN.name} padded against {BASE.name} unpadded")
+check("padded generation equals the unpadded reference", all(same),
+      f"{sum(same)} of {len(same)} prompts, {GENERATE_IN.name} padded against {BASE.name} unpadded")
 after = [(s.scale, s.amax_history) for _, _, s in fp8_states(TRAINED.model)], TRAINED.model.training
-check("generation leaves no trace", before[1] == after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
+check("generation leaves no trace",
+      before[1] == after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
       f"training mode kept; {len(after[0])} FP8 states unchanged" if after[0] else "training mode kept; this precision has no FP8 state")
 
 # %% [markdown]
@@ -2163,7 +2196,8 @@ def draw():
     bench.set(title="Full training step", xlabel="ms (median, bars: IQR)")
     for label, line in RESULTS["fp8_timeline"].items():
         scales.plot(*zip(*line), label=label, lw=1, ls="--" if "grad" in label else "-")
-    scales.set(title="FP8 scales of block 0" if RESULTS["fp8_timeline"] else "FP8 scales: not on this machine", xlabel="step", yscale="log")
+    scales.set(title="FP8 scales of block 0" if RESULTS["fp8_timeline"] else "FP8 scales: not on this machine", xlabel="step",
+               yscale="log")
     if RESULTS["fp8_timeline"]:
         scales.legend(fontsize=7, ncol=2)
     for how, style in (("graph", "-o"), ("eager", "--s")):
@@ -2196,6 +2230,8 @@ print("Try next:")
 for command, why in [("--d-model 2048 --n-layers 12", "a model that fills the GPU"), ("--recipe current", "FP8 without a history"),
                      ("--amax-history 1024", "a longer memory"), ("--benchmark full", "more rows and widths")]:
     print(f"  python te_tutorial.py {command:30s}  {why}")
+if WORLD > 1:
+    torch.distributed.destroy_process_group()
 print(f"Written: {OUT / 'results.json'}{f', {FIGURE}' if FIGURE else ''}")
 print(f"{len(RESULTS['checks']) - len(failed)} of {len(RESULTS['checks'])} checks passed" + (f"; FAILED: {', '.join(c['name'] for c in failed)}" if failed else ""))
 if failed and IS_SCRIPT:
