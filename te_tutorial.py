@@ -400,7 +400,7 @@ IMPORT_FAILURES = [
 # %%
 AGAIN = "python te_tutorial.py"
 NEW_VENV = f"python3 -m venv --system-site-packages te && te/bin/{AGAIN}"  # sees the torch that is installed now
-CONTAINER = "docker run --gpus all -it nvcr.io/nvidia/pytorch:YY.MM-py3"  # NVIDIA's, with TE inside
+CONDA = "conda install -c conda-forge transformer-engine-torch"  # comes compiled, with its own torch
 BUILD_FAILURES = [
     (r"time limit reached", "the installation took longer than its time limit", f"{AGAIN} --install-minutes 90"),
     (r"externally.managed", "this Python belongs to the operating system, which forbids pip to change it", NEW_VENV),
@@ -421,11 +421,11 @@ BUILD_FAILURES = [
     (r"ResolutionImpossible|No solution found", "TE contradicts a package that is installed",
      f"python3 -m venv te && te/bin/pip install torch && te/bin/{AGAIN}"),
     (r"CERTIFICATE_VERIFY", "the package server's certificate is not trusted", f"PIP_CERT=/path/of/your/ca.pem {AGAIN}"),
-    (r"wheel not found[\s\S]*error:", f"no ready-made TE fits torch {torch.__version__}, and compiling it failed", CONTAINER),
+    (r"wheel not found[\s\S]*error:", f"no ready-made TE fits torch {torch.__version__}, and compiling it failed", CONDA),
     (r"Permission denied|Errno 13", "pip may not write into this Python", NEW_VENV),
     (r"name resolution|NewConnection|Max retries|unreachable|timed out|dns error|sending request", "there is no way to the package server",
      f"PIP_INDEX_URL=https://your.mirror/simple {AGAIN}"),
-    (r"No matching distribution found for (\S+)", r"\1 is not published for this system and Python", CONTAINER),
+    (r"No matching distribution found for (\S+)", r"\1 is not published for this system and Python", CONDA),
 ]
 
 # %% [markdown]
