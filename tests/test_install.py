@@ -422,11 +422,11 @@ BUILD_LOGS = [
     ("WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(<x>: Failed to establish a new connection: [Errno -3] "
      "Temporary failure in name resolution')'\nERROR: No matching distribution found for transformer_engine", "package server", "PIP_INDEX_URL"),
     ("error: Failed to fetch: `https://example.org`\n  Caused by: error sending request for url", "package server", "PIP_INDEX_URL"),
-    ("ERROR: No matching distribution found for transformer_engine_cu13==2.20.2", "transformer_engine_cu13==2.20.2", "docker"),
+    ("ERROR: No matching distribution found for transformer_engine_cu13==2.20.2", "transformer_engine_cu13==2.20.2", "conda"),
     ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "contradicts", "python3 -m venv"),
     ("ERROR: Could not install packages due to an OSError: [Errno 13] Permission denied: '/usr/lib/python3'", "may not write", "python3 -m venv"),
     ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed'))\nMax retries exceeded", "certificate", "PIP_CERT"),
-    ("Precompiled wheel not found. Building from source...\ncast.cpp:7:3: error: 'Window' was not declared in this scope", "no ready-made", "docker"),
+    ("Precompiled wheel not found. Building from source...\ncast.cpp:7:3: error: 'Window' was not declared in this scope", "no ready-made", "conda"),
 ]
 
 
