@@ -15,7 +15,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +26,7 @@ from test_install import FAKE_PIP, all_ended
 QUICK = [*TINY, "--benchmark", "off", "--vocab", "56", "--steps", "10"]
 LEARNS = ["--d-model", "32", "--n-heads", "2", "--d-ff", "64", "--n-layers", "1", "--seq", "16", "--batch", "64", "--steps", "300", "--lr", "2e-2",
           "--margin", "2", "--vocab", "56", "--prompt", "4", "--gen", "4", "--benchmark", "off"]  # enough for every check to pass
-SMALL_PRESET = ["--benchmark", "off", "--steps", "5", "--batch", "16", "--vocab", "56"]  # the width is left to the preset
+SMALL_PRESET = ["--benchmark", "off", "--steps", "5", "--batch", "16", "--vocab", "56", "--n-layers", "1", "--gen", "2"]  # the width is left to the preset
 BUILT = r"^The model will be built"  # the last line of section 2
 GOING_ON = r"^Going on without Transformer Engine: (.*)"
 
@@ -402,8 +401,14 @@ def state_dicts():
     equal = all(torch.equal(there[n], w) and torch.equal(back[n], w) for n, w in weights_of(twin).items())
     return {"equal": equal, "tensors": len(there), "extra": extra, "missing": list(missing.missing_keys), "unexpected": list(missing.unexpected_keys), "plain": str(plain)}
 
+def nan_gradient():
+    """Is a NaN in one of several gradients taken for a small error?"""
+    one = torch.ones(2)
+    exact = {name: one for name in ("output", "a", "b", "c")}
+    return errors(exact, {**exact, "b": one * math.nan})[1] <= 1e9
+
 ANSWERS = {}
-for ask in (autocast_log, odd_prompts, capability_table, sentences, ladder_rows, stalls, inputs, undisturbed, state_dicts):
+for ask in (nan_gradient, autocast_log, odd_prompts, capability_table, sentences, ladder_rows, stalls, inputs, undisturbed, state_dicts):
     try:
         ANSWERS[ask.__name__] = ask()
     except BaseException:
@@ -415,7 +420,7 @@ open(FILE, "w").write(json.dumps(ANSWERS))
 @pytest.fixture(scope="module")
 def hopper(play):
     """An H200 with TE: a whole run with the benchmark, watched."""
-    return play(size=TINY, gpu="9.0", te=True, figure=True, after={"torch": AUTOCAST_LOG, "transformer_engine.pytorch": WATCH_AUTOCAST},
+    return play(size=[*TINY, "--vocab", "56"], gpu="9.0", te=True, figure=True, after={"torch": AUTOCAST_LOG, "transformer_engine.pytorch": WATCH_AUTOCAST},
                 probes=PROBES.replace("open(FILE", 'open("answers.json"'))
 
 
@@ -445,7 +450,7 @@ def test_01_FP16_is_trained_with_a_GradScaler_and_says_so(play):
 
 
 def test_02_te_without_its_pytorch_part(play):
-    seen = play(gpu="9.0", te=True, env={"STANDIN_TE_IMPORT_ERROR": "empty metapackage"})
+    seen = play(gpu="9.0", te=True, env={"STANDIN_TE_IMPORT_ERROR": "empty metapackage"}, size=[*QUICK, "--n-layers", "1"])
     assert "[pytorch]" in seen.reason and "transformer_engine" in mends(seen.reason)
     assert seen.pip_calls == [] and seen.reached_its_end()
     assert seen.results["backend"] == "torch" and "trained in BF16" in seen.out
@@ -457,7 +462,6 @@ IMPORTS = {  # key of the stand-in: (words of the cause, words of the command)
     "libcublas": ("libcublas", "transformer_engine"), "libcudnn": ("cuDNN", "nvidia-cudnn-cu13"),
     "undefined symbol": ("another torch", "transformer_engine"), "StopIteration": ("old", "transformer_engine"),
     "ImportError: libcublasLt.so.12: cannot open shared object file: No such file or directory": ("CUDA 12", "transformer_engine"),
-    "ImportError: libnvrtc.so.13: cannot open shared object file: No such file or directory": ("libnvrtc", "transformer_engine"),
     "ModuleNotFoundError: No module named 'onnxscript'": ("onnxscript", "onnxscript"),
 }
 
@@ -465,13 +469,13 @@ IMPORTS = {  # key of the stand-in: (words of the cause, words of the command)
 def test_03_present_is_not_importable(start):
     """Every kind of exception gives one line with cause and command, and nothing is reinstalled."""
     def look(kind):
-        return start(gpu="9.0", te=True, env={"STANDIN_TE_IMPORT_ERROR": kind}).seen(until=BUILT)
+        return start(gpu="9.0", te=True, env={"STANDIN_TE_IMPORT_ERROR": kind}).seen(until=GOING_ON)
 
     with ThreadPoolExecutor(2) as pool:
         for (kind, (cause, command)), seen in zip(IMPORTS.items(), pool.map(look, IMPORTS)):
             assert cause in seen.reason, (kind, seen.reason)
             assert any(command in word for word in mends(seen.reason)), (kind, seen.reason)
-            assert seen.pip_calls == [] and "plain PyTorch modules and trained in BF16" in seen.out
+            assert seen.pip_calls == []
 
 
 def test_03_an_unknown_exception_is_shown_as_it_is(play):
@@ -511,8 +515,8 @@ def test_05_stopping_the_script_ends_the_build(start, number, code):
 
 def test_06_header_folders_of_pip_reach_the_build(play):
     """pip works and brings TE: the build saw the headers, the running torch was pinned, and the run goes on in FP8."""
-    seen = play(gpu="9.0", pip="install", te_files=standin_files())
-    assert seen.reached_its_end() and seen.results["backend"] == "te" and seen.precisions["FP8 delayed"] == ""
+    seen = play(gpu="9.0", pip="install", te_files=standin_files(), until=BUILT)
+    assert "Transformer Engine modules and trained in BF16 and in FP8 delayed" in seen.out and seen.precisions["FP8 delayed"] == ""
     call = seen.pip_calls[-1]
     folders = call["env"]["CPATH"].split(os.pathsep)
     assert {str(seen.folder / "site" / "nvidia" / part / "include") for part in ("cu13", "nccl")} <= set(folders)
@@ -570,16 +574,16 @@ def test_10_whoever_follows_the_hints_gets_a_run(play, flags):
         if seen.code is None:
             return
         assert seen.code == 2 and seen.err.count("\n") == 1, seen.err
-        hint = re.search(r"try (--[a-z-]+) (\d+)", seen.err)
+        hint = re.search(r"try ((?:--[a-z-]+ \d+ ?)+)", seen.err)  # the first of several, "or" between them
         assert hint, seen.err
-        flags = [*flags, hint[1], hint[2]]
+        flags = [*flags, *hint[1].split()]
     raise AssertionError(f"still refused: {seen.err}")
 
 
 @pytest.mark.parametrize("capability, card", [("8.0", "A100"), ("8.6", "3090")])
 def test_11_FP8_on_an_A100_or_RTX_3090(play, capability, card):
     seen = play("--recipe", "delayed", gpu=capability, te=True, until=BUILT)
-    assert card in seen.out and "Transformer Engine is" not in seen.reason if "Going on" in seen.out else True
+    assert card in seen.out and "Going on without" not in seen.out
     assert "Transformer Engine modules and trained in BF16. FP8 does not run here" in seen.out
     assert seen.precisions["BF16"] == "" and f"8.9, this GPU has {capability}" in seen.precisions["FP8 delayed"]
 
@@ -720,6 +724,10 @@ def test_26_divergence_stops_loudly(play):
     assert "checks passed" not in seen.out and "Checks:" not in seen.out and "the loss was" in seen.results["stopped"]
 
 
+def test_26_a_NaN_among_the_gradients_is_not_overlooked(answers):
+    assert not answers["nan_gradient"]
+
+
 NAN_IN_FP8 = """
 import torch.nn.functional as F
 seen = []
@@ -815,8 +823,9 @@ def test_32_each_advertised_command_runs(hopper, start):
     def run(flags):
         as_it_is = start(*flags, size=[], gpu="9.0", te=True).seen(until=BUILT)
         small = [f for pair in zip(flags[::2], flags[1::2]) if pair[0] not in ("--d-model", "--n-layers") for f in pair]
-        size = [*TINY, "--steps", "10", "--bench-steps", "1", "--vocab", "56"] if "--benchmark" in small else QUICK
-        return as_it_is, start(*small, size=size, gpu="9.0", te=True).seen() if small else None
+        if "--benchmark" in small:  # the rows of TE are measured elsewhere
+            return as_it_is, start(*small, size=[*QUICK, "--bench-steps", "1"], gpu="8.0").seen()
+        return as_it_is, start(*small, gpu="9.0", te=True).seen() if small else None
 
     with ThreadPoolExecutor(2) as pool:
         for flags, (as_it_is, whole) in zip(commands, pool.map(run, commands)):
@@ -884,8 +893,12 @@ def test_install_never(play):
 
 
 @pytest.mark.parametrize("flags", [["--vocab", "8"], ["--seq", "8", "--prompt", "4", "--gen", "4"], ["--seq", "4", "--prompt", "2", "--gen", "2"]])
-def test_settings_that_are_accepted_run_to_the_end(play, flags):
-    assert play(*flags).reached_its_end()
+def test_settings_run_to_the_end_or_are_refused_at_once(play, flags):
+    seen = play(*flags)
+    if seen.code == 2:
+        assert seen.out == "" and seen.err.count("\n") == 1 and flags[0] in seen.err
+    else:
+        assert seen.reached_its_end()
 
 
 BARE = "sys.modules['tqdm'] = None\n"

@@ -13,6 +13,8 @@ GPU = [*TINY, "--benchmark", "off"]  # an H200 that is not there, with FP8; too 
 CPU = ["--vocab", "64", "--d-model", "64", "--n-heads", "4", "--n-layers", "1", "--d-ff", "128", "--seq", "16", "--batch", "64", "--steps", "300",
        "--lr", "1e-2", "--margin", "0.3", "--prompt", "4", "--gen", "4", "--gemm-size", "256", "--bench-steps", "5"]  # learns in seconds
 
+# Not looked at in the short run: what chance decides without learning, and a tolerance about as large as what these breaks do.
+BY_CHANCE = ["all * prompts*", "padded generation*", "* reaches the floor", "causal, rows independent (FP8 current)"]
 TOUR_BLOCK = ["Block (ours): TE in BF16*", "Block (ours) in FP8 *"]
 PROMPTS, PADDED = ["all 384 prompts*"], ["padded generation*"]
 STALE = '; [m.fp8_meta["scaling_fwd"].scale.mul_(64) for m in module.modules() if hasattr(getattr(m, "fp8_meta", {}).get("scaling_fwd"), "scale")]'
@@ -23,7 +25,7 @@ MUTANTS = {  # name: (flags, [(old, new, checks that notice)])
         ("* 2e-4", "* 2e-1", ["without a scale*"]),  # gradients that are not small
         ("x[0, 0] = w[0, 0] = 1.75", "x[0, 0] = w[0, 0] = 2.1", ["what FP8 can represent*"]),  # a number that FP8 does not have
         ("for delayed in (True, False))", "for delayed in (False, True))", ["delayed scaling pays*"]),
-        ("= train(FP8, SETTINGS.seed, ", "= train(FP8, SETTINGS.seed, steps=1, ", ["FP8 learns as well"]),
+        ("= train(FP8, SETTINGS.seed, ", "= train(FP8, SETTINGS.seed, steps=10, ", ["FP8 learns as well"]),
         ("trainer.run(tokens[:, :-1], tokens[:, 1:])", "trainer.run(tokens[:, :-1], tokens[:, :-1])", ["random tokens*"]),
         ('"AdamW": 8 *', '"AdamW": 4 *', ["the memory ledger*"]),  # one moment forgotten
         ("i * (3 if", "i * (2 if", ["every tensor was seen"]),  # the column of an output
@@ -32,21 +34,21 @@ MUTANTS = {  # name: (flags, [(old, new, checks that notice)])
     "scales": (GPU, [
         ("recipe.DelayedScaling(", "recipe.DelayedScaling(margin=1, ", ["TE's scale*", "every scale*"]),
         ("y.backward(dy.to(y.dtype))", "y.backward(dy.to(y.dtype))" + STALE, ["* in FP8 delayed: only cast noise"]),
-        ("history[-1, column]", "history[0, column]", ["every tensor was seen"]),  # the staging row
+        ("state.amax_history[-1:]", "state.amax_history[:1]", ["every tensor was seen"]),  # the staging row
         ("model.train(training)", "pass", ["generation leaves no trace"]),
         ("trainer.optimizer.set_lr(min", "trainer.optimizer.set_lr(0 * min", ["weights moved"]),
     ]),
-    "batch and time swapped": (GPU, [
-        ('qkv_format="bshd"', 'qkv_format="sbhd"', [*TOUR_BLOCK, "TE and PyTorch models agree", "causal, rows independent*"]),
+    "batch and time swapped, other weights each time": (GPU, [
+        ("def first_losses(precision, steps=10):", "def first_losses(precision, steps=10):\n    SETTINGS.seed += 1", ["same seed*"]),
+        ('qkv_format="bshd"', 'qkv_format="sbhd"', [*TOUR_BLOCK, "TE and PyTorch models agree", "causal*"]),
     ]),
     "the layer's default layout, K and V swapped in backward": (GPU, [
         (', attn_input_format="bshd"', "", ["TransformerLayer: TE in BF16*", "TransformerLayer in FP8*"]),
         ("torch.stack((dq, dk, dv)", "torch.stack((dq, dv, dk)", [*TOUR_BLOCK, "TE and PyTorch models agree"]),
         ("448.0) if direction", "240.0) if direction", ["every scale*"]),
     ]),
-    "no mask in TE": (GPU, [  # current scaling allows a change as large as its noise, which is too much to notice this one
-        ('attn_mask_type="causal")', 'attn_mask_type="no_mask")',
-         [*TOUR_BLOCK, "TE and PyTorch models agree", "causal*(BF16)", "causal*(FP8 delayed)", "causal*(FP8 block)"]),
+    "no mask in TE": (GPU, [
+        ('attn_mask_type="causal")', 'attn_mask_type="no_mask")', [*TOUR_BLOCK, "TE and PyTorch models agree", "causal*"]),
     ]),
     "everything copied is 1.5 times too large": (GPU, [
         ("p.data.copy_(weights[name])", "p.data.copy_(1.5 * weights[name])",
@@ -55,19 +57,17 @@ MUTANTS = {  # name: (flags, [(old, new, checks that notice)])
     "wrong weights": (GPU, [
         ("weights_of(model))\n    exact", "{n: w.roll(1, 0) for n, w in weights_of(model).items()})\n    exact",
          ["TE and PyTorch models agree", "weights survive*"]),
-        ('approximate="tanh"', 'approximate="none"', ["TE's gelu*"]),
+        ('self.fc1_bias), approximate="tanh")', 'self.fc1_bias))', ["our block*", "TE's gelu*"]),
     ]),
     "16-bit master weights": (GPU, [
         (".to(DEVICE), s.seed)", ".to(DEVICE).bfloat16(), s.seed)", ["master weights*", "weights moved", "the memory ledger*"]),
     ]),
-    "a weight that is not copied, gradients that vanish, other weights each time": (GPU, [
+    "a weight that is not copied, gradients that vanish": (GPU, [
         ("p.data.copy_(weights[name])", 'p.data.copy_(weights[name] if name != "blocks.0.proj.weight" else p.data)',
          ["TE and PyTorch models agree", "weights survive*"]),
-        ("self.optimizer.step(self.scaler)", "[w.grad.zero_() for w in self.optimizer.weights if w.grad is not None]; self.optimizer.step(self.scaler)",
-         ["weights moved"]),
-        ("torch.Generator(p.device).manual_seed(seed)", "None", ["same seed*"]),
+        ("self.optimizer.step(self.scaler)", "[p.grad.zero_() for p in self.model.parameters()]; self.optimizer.step(self.scaler)", ["weights moved"]),
     ]),
-    "no mask in PyTorch": (CPU, [("is_causal=True", "is_causal=False", ["causal*", "random tokens*", *PROMPTS, *PADDED])]),
+    "no mask in PyTorch": (CPU, [("(q, k, v, is_causal=True)", "(q, k, v)", ["our block*", "causal*", "random tokens*", *PROMPTS, *PADDED])]),
     "reading the wrong position, unseeded weights": (CPU, [
         ("model.trunk(piece)[:, t - 1]", "model.trunk(piece)[:, t - 2]", [*PROMPTS, *PADDED]),
         ("torch.Generator(p.device).manual_seed(seed)", "None", ["same seed*"]),
@@ -87,7 +87,7 @@ def verdicts(tutorial, flags, replace=None):
     on_gpu = flags is GPU
     done = tutorial(*flags, gpu="9.0" if on_gpu else None, te=on_gpu, replace=replace)
     assert "stopped" not in done.results, done.err
-    return done.verdicts
+    return {check: passed for check, passed in done.verdicts.items() if not (on_gpu and any(fnmatch.fnmatch(check, p) for p in BY_CHANCE))}
 
 
 @pytest.fixture
@@ -115,10 +115,9 @@ def test_the_checks_notice(name, tutorial, unbroken):
 
 def test_every_check_was_broken_once(unbroken):
     """The table reaches all checks that pass in the unbroken runs."""
+    patterns = [pattern for _, breaks in MUTANTS.values() for _, _, patterns in breaks for pattern in patterns]
     for flags in (GPU, CPU):
-        patterns = [p for f, breaks in MUTANTS.values() if f is flags for _, _, ps in breaks for p in ps]
-        missed = [check for check, passed in unbroken(flags).items() if passed and not any(fnmatch.fnmatch(check, p) for p in patterns)]
-        assert not missed
+        assert not [check for check in unbroken(flags) if not any(fnmatch.fnmatch(check, p) for p in patterns)]
 
 
 def test_a_poisoned_loss_stops_the_run(tutorial):

@@ -22,7 +22,7 @@ def strict_json(path):
 
 
 def reached_the_end(run):
-    return bool(LAST_LINE.match(run.out.splitlines()[-1]))
+    return any(map(LAST_LINE.match, run.out.splitlines()[-1:]))
 
 
 def start(tmp_path, *flags, **env):
@@ -140,12 +140,11 @@ def test_a_closed_pipe_is_no_drama(tmp_path):
 
 # --------------------------------------------------------------------------- surroundings
 
-@pytest.mark.parametrize("name", ["a file", "a file/below"])
-def test_a_folder_that_cannot_be_written_is_replaced(tutorial, tmp_path, name):
+def test_a_folder_that_cannot_be_written_is_replaced(tutorial, tmp_path):
     (tmp_path / "a file").touch()
-    run = tutorial(*QUICK, "--out", name, env={"TMPDIR": tmp_path})
+    run = tutorial(*QUICK, "--out", "a file/below", env={"TMPDIR": tmp_path})
     said = [line for line in run.out.splitlines() if line.startswith("cannot write to")]
-    assert len(said) == 1 and f"cannot write to {name} (" in said[0]
+    assert len(said) == 1 and "cannot write to a file/below (" in said[0]
     folder = tmp_path / said[0].rpartition("using ")[2]
     assert reached_the_end(run) and strict_json(folder / "results.json")["checks"] and str(folder) in run.out.splitlines()[-2]
     assert "Traceback" not in run.err
@@ -173,21 +172,22 @@ def test_without_matplotlib_and_tqdm(tutorial, tmp_path):
 # --------------------------------------------------------------------------- the same again
 
 def test_the_seed_decides_the_losses(tutorial):
-    def loss(*flags):
-        return tutorial(*QUICK, "--steps", "5", *flags).results["training"]["FP32"]["loss"]
-    first = loss()
-    assert loss() == first != loss("--seed", "7")
+    one, again, other = (tutorial(*QUICK, "--steps", "5", "--seed", seed).results["training"]["FP32"]["loss"] for seed in ("7", "7", "8"))
+    assert one == again != other
 
 
 def test_two_processes_train_as_one_does_with_twice_the_batch(tutorial, tmp_path):
-    """torchrun on a CPU: each process takes half of the rows, and only the first one speaks."""
+    """torchrun on a CPU: each process takes half of the rows, and only the first one speaks. It also draws, which must not cost it the last word:
+    a process that ends with exit code 1 makes torchrun end all others."""
+    (tmp_path / "stubs").mkdir()
+    (tmp_path / "stubs" / "matplotlib.py").write_text("import time\ntime.sleep(3)\nraise ImportError")  # a slow drawing
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    both = subprocess.run([*torchrun, str(SCRIPT), *TINY, "--out", "both"], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert LAST_LINE.match(both.stdout.splitlines()[-1]), both.stdout[-500:] + both.stderr[-3000:]
+    both = subprocess.run([*torchrun, str(SCRIPT), *QUICK, "--steps", "20", "--out", "both"], env=environment(path=[str(tmp_path / "stubs")]), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert any(map(LAST_LINE.match, both.stdout.splitlines()[-1:])), both.stdout[-500:] + both.stderr[-3000:]
     assert both.stdout.count("Settings") == 1 and both.stdout.count("MiniGPT from") == 1
-    together, alone = strict_json(tmp_path / "both" / "results.json"), tutorial(*TINY, "--batch", "8", "--benchmark", "off").results
+    together, alone = strict_json(tmp_path / "both" / "results.json"), tutorial(*QUICK, "--steps", "20", "--batch", "8").results
     assert together["training"]["FP32"]["loss"] == pytest.approx(alone["training"]["FP32"]["loss"], rel=1e-4)
     assert "stopped" not in together

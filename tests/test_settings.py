@@ -114,6 +114,7 @@ def test_infinite_numbers_are_refused_by_name(cells, read):
 @pytest.mark.parametrize("line, words", [
     ("--vocab 7", "--vocab 7 is too small"),
     ("--prompt 1", "--prompt 1 hides the stride"),
+    ("--amax-history 1", "--amax-history 1 leaves no history"),
     ("--seed 99999999999999999999", "--seed"),
     ("--stepz 5", "--stepz"),
     ("5", "5"),
@@ -143,8 +144,8 @@ def test_a_refused_run_says_one_line_and_leaves_nothing(tutorial, line):
 
 
 def test_the_smallest_legal_run_reaches_the_last_line(tutorial):
-    run = tutorial(*TINY, *"--vocab 8 --seq 16 --prompt 2 --gen 14 --batch 1 --bench-batch 1 --steps 1 --bench-steps 1 --amax-history 1".split())
-    assert "checks passed" in run.out.splitlines()[-1], run.err
+    run = tutorial(*TINY, *"--vocab 8 --seq 16 --prompt 2 --gen 14 --batch 1 --bench-batch 1 --steps 1 --bench-steps 1 --amax-history 2".split())
+    assert "checks passed" in run.out[-1000:].rpartition("Written:")[2], run.out[-500:] + run.err[-3000:]
 
 
 # --------------------------------------------------------------------------- presets and what follows from the width
