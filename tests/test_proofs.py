@@ -57,7 +57,7 @@ MUTANTS = {  # name: (flags, [(old, new, checks that notice)])
     "wrong weights": (GPU, [
         ("weights_of(model))\n    exact", "{n: w.roll(1, 0) for n, w in weights_of(model).items()})\n    exact",
          ["TE and PyTorch models agree", "weights survive*"]),
-        ('self.fc1_bias), approximate="tanh")', 'self.fc1_bias))', ["our block*", "TE's gelu*"]),
+        ('self.fc1_bias), approximate="tanh")', 'self.fc1_bias))', ["TE's gelu*"]),
     ]),
     "16-bit master weights": (GPU, [
         (".to(DEVICE), s.seed)", ".to(DEVICE).bfloat16(), s.seed)", ["master weights*", "weights moved", "the memory ledger*"]),
