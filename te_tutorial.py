@@ -1200,6 +1200,24 @@ if not USE_TE:
     skip("TE's modules beside their twins", TE_REASON or BASE.reason or PRECISIONS["BF16"].reason)
 
 # %% [markdown]
+# One difference is too small for these tables: GELU has an exact and a tanh form. TE uses the tanh form. The two lie far
+# apart (11%) only where little is left of the input, around -3, so we look there.
+
+# %%
+def gelu_of(kit, x):
+    """gelu(x) as the MLP of a kit computes it: no norm, both matrices the identity."""
+    mlp = kit.LayerNormMLP(64, 64).to(DEVICE)
+    for name, p in mlp.named_parameters():
+        p.data.copy_(torch.eye(64) if p.dim() > 1 else torch.full((64,), x if name == "layer_norm_bias" else 0.0))
+    with BASE.context():
+        return mlp(torch.zeros(16, 64, device=DEVICE, dtype=BASE.dtype)).mean().item()
+
+
+if USE_TE:
+    ours, theirs = (gelu_of(kit, -3.0) for kit in (TORCH_KIT, TE_KIT))
+    check("TE's gelu is the tanh form", abs(theirs / ours - 1) < 0.02, f"gelu(-3) is {theirs:.5f} in TE, {ours:.5f} in the twin")
+
+# %% [markdown]
 # ## 5. MiniGPT
 #
 # Token and position embeddings, a few blocks, a final norm, a head. The head stays in 16 bits: it is a sliver of the work,
@@ -1277,8 +1295,8 @@ if USE_TE:
     plain, ours = errors(exact, logits_and_gradients(twin, tokens, BASE)), errors(exact, logits_and_gradients(model, tokens, BASE))
     check("TE and PyTorch models agree", all(a <= 2 * b for a, b in zip(ours, plain)),
           "logits {:.1e}, gradients {:.1e} from FP32; PyTorch {:.1e} and {:.1e}; at most twice that allowed".format(*ours, *plain))
-    back = weights_of(load_weights(new_model(TE_KIT), weights_of(twin)))
-    check("weights survive the way there and back", all(torch.equal(back[n], w) for n, w in weights_of(model).items()),
+    back = weights_of(load_weights(MiniGPT(TE_KIT, SETTINGS, BASE.dtype).to(DEVICE), weights_of(twin)))
+    check("weights survive the way there and back", all(torch.equal(back[n], p) for n, p in model.named_parameters()),
           f"{len(back)} tensors equal to the bit")
     del twin, exact, back
 else:
@@ -1390,7 +1408,7 @@ class MasterAdamW:
         self.weights = [*self.plain, *self.masters]
         self.lr = lr
         self.adamw = torch.optim.AdamW(self.weights, lr=torch.tensor(lr, device=DEVICE) if on_gpu else lr, fused=on_gpu,
-                                       capturable=on_gpu)
+                                       capturable=on_gpu, weight_decay=0)  # no decay: what moves has a gradient
 
     def set_lr(self, share):
         """Set the learning rate to a share of its peak. A graph reads it from a tensor."""
@@ -1649,8 +1667,9 @@ check("master weights are FP32", all(w.dtype == torch.float32 for w in TRAINED.o
 # %% [markdown]
 # Two controls. The same seed must give the same losses: to the bit where every kernel adds in a fixed order. On a GPU the
 # fused attention adds the gradients of the queries in whichever order its thread blocks finish, so the last bits may
-# differ from run to run. And on uniformly random tokens, nothing can be learned: a loss below ln(vocab) would mean that the
-# model sees the token it should predict.
+# differ from run to run; the first loss, before any backward pass, may not. And on uniformly random tokens, nothing can be
+# learned: a loss below ln(vocab) would mean that the model sees the token it should predict. Short sequences, because
+# in long ones such a leak takes hundreds of steps to be found.
 
 # %%
 def first_losses(precision, steps=10):
@@ -1661,11 +1680,12 @@ def first_losses(precision, steps=10):
 for precision in filter(None, [BASE, FP8]):
     one, two = first_losses(precision), first_losses(precision)
     apart = max(abs(a - b) / a for a, b in zip(one, two))
-    check(f"same seed, same losses ({precision.name})", apart <= (0 if DEVICE == "cpu" else 1e-2),
+    check(f"same seed, same losses ({precision.name})", one[0] == two[0] and apart <= (0 if DEVICE == "cpu" else 1e-2),
           f"10 steps twice: {'equal to the bit' if one == two else f'apart by at most {apart:.1e} of the loss'}")
 
-trainer, generator = Trainer(KIT, BASE, SETTINGS.batch), torch.Generator().manual_seed(SETTINGS.seed)
-noise = [torch.randint(SETTINGS.vocab, (SETTINGS.batch, SETTINGS.seq + 1), generator=generator) for _ in range(60)]
+short_s = dataclasses.replace(SETTINGS, seq=min(32, SETTINGS.seq))
+trainer, generator = Trainer(KIT, BASE, SETTINGS.batch, short_s), torch.Generator().manual_seed(SETTINGS.seed)
+noise = [torch.randint(SETTINGS.vocab, (SETTINGS.batch, short_s.seq + 1), generator=generator) for _ in range(100)]
 losses = [trainer.run(tokens[:, :-1], tokens[:, 1:]).item() for tokens in noise]
 check("random tokens teach nothing", statistics.mean(losses[-10:]) > math.log(SETTINGS.vocab) - 0.05,
       f"loss {statistics.mean(losses[-10:]):.3f} after {len(losses)} steps, ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.3f}")
@@ -1773,7 +1793,7 @@ class Row:
             trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled,
                                     **({"declare": True} if self.declare else {}))
             trainers[key].tokens, trainers[key].targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
-            trainers[key].resting = resting
+            trainers[key].resting, trainers[key].first_loss = resting, trainers[key].run().item()
         self.trainer = trainers[key]
         reason = self.trainer.capture() if self.graph else ""
         if not reason:
@@ -1806,7 +1826,7 @@ class Row:
         q1, median, q3 = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else self.times * 3
         tflops = flops_per_step(SETTINGS, SETTINGS.bench_batch) / median / 1e9
         ceiling = CEILING.get("FP8" if self.precision.recipe is not None else self.precision.name)
-        return {"row": self.name, "kit": self.kit.name, "precision": self.precision.name, "graph": self.graph, "ms_median": median,
+        return {"first_loss": self.trainer.first_loss, "row": self.name, "kit": self.kit.name, "precision": self.precision.name, "graph": self.graph, "ms_median": median,
                 "ms_iqr": q3 - q1, "cpu_launch_ms": statistics.median(self.launch), "tokens_per_s": SETTINGS.bench_batch * SETTINGS.seq / median * 1e3,
                 "tflops": tflops, "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None, "peak_memory_gb": self.peak_gb}
 
@@ -1947,6 +1967,8 @@ def findings(rows, base, fp8):
 for sentence in findings(LADDER, BASE.name, FP8 and FP8.name):
     print("  -", sentence)
 if LADDER:
+    first = [r["first_loss"] for r in LADDER]
+    check("every row starts from the same loss", max(first) / min(first) < 1.02, f"{min(first):.4f} to {max(first):.4f}, before any step")
     check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER),
           f"{len(LADDER)} rows, taking turns in 5 rounds")
     if any(r["share_of_gemm"] for r in LADDER):
@@ -2161,8 +2183,8 @@ if RESULTS["fp8_state"]:
     off = max(abs(r["scale"] / r["expected"] - 1) for r in RESULTS["fp8_state"])
     check("every scale is fp8_max / amax", len(RESULTS["fp8_state"]) == 12 and off < 1e-5,
           f"{len(RESULTS['fp8_state'])} tensors, largest deviation {off:.1e}")
-    check("every tensor was seen", all(r["window"] > 0 for r in RESULTS["fp8_state"]),
-          f"smallest amax {min(r['window'] for r in RESULTS['fp8_state']):.2e}")
+    check("every tensor was seen", all(r["window"] >= r["amax"] > 0 for r in RESULTS["fp8_state"]),
+          f"smallest newest amax {min(r['amax'] for r in RESULTS['fp8_state']):.2e}")
 elif FP8:
     skip("amax histories", f"{FP8.name} computes each scale from the tensor it casts and keeps no history; --recipe delayed shows one")
 else:
@@ -2260,14 +2282,14 @@ def unpadded(model, precision, prompt, n_new):
 
 
 twin = load_weights(MiniGPT(TORCH_KIT, SETTINGS, BASE.dtype).to(DEVICE), weights_of(TRAINED.model))
-same = [torch.equal(generate(TRAINED.model, GENERATE_IN, EVERY[i:i + 1, :length].to(DEVICE), 9)[0],
+same = [torch.equal(generate(TRAINED.model, GENERATE_IN, EVERY[i - 1:i + 1, :length].to(DEVICE), 9)[1],
                     unpadded(twin, BASE, EVERY[i, :length], 9))
         for i, length in ((1, 2), (20, 3), (333 % len(EVERY), 7), (575 % len(EVERY), min(13, SETTINGS.seq - 9)))]
 check("padded generation equals the unpadded reference", all(same),
       f"{sum(same)} of {len(same)} prompts, {GENERATE_IN.name} padded against {BASE.name} unpadded")
 after = [(s.scale, s.amax_history) for _, _, s in fp8_states(TRAINED.model)], TRAINED.model.training
 check("generation leaves no trace",
-      before[1] == after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
+      before[1] and after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
       f"training mode kept; {len(after[0])} FP8 states unchanged" if after[0] else "training mode kept; this precision has no FP8 state")
 
 # %% [markdown]
