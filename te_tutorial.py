@@ -1743,7 +1743,7 @@ BENCHMARK = not NO_BENCHMARK
 kinds = {p.name.split()[0] if "FP4" not in p.name else "FP8" for p in RUNS} & {"FP32", "FP16", "BF16", "FP8"}
 CEILING = {kind: rate for kind in sorted(kinds) if BENCHMARK and (rate := gemm_rate(kind, SIZE, SIZE, SIZE))}
 if CEILING:
-    print(f"Matrix multiplication of {SIZE} x {SIZE} on this machine:",
+    print(f"Square matrix multiplication of size {SIZE} on this machine:",
           ", ".join(f"{k} {rate:.3g} TFLOP/s" for k, rate in CEILING.items()))
 
 # %% [markdown]
@@ -1826,9 +1826,11 @@ class Row:
         q1, median, q3 = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else self.times * 3
         tflops = flops_per_step(SETTINGS, SETTINGS.bench_batch) / median / 1e9
         ceiling = CEILING.get("FP8" if self.precision.recipe is not None else self.precision.name)
-        return {"first_loss": self.trainer.first_loss, "row": self.name, "kit": self.kit.name, "precision": self.precision.name, "graph": self.graph, "ms_median": median,
-                "ms_iqr": q3 - q1, "cpu_launch_ms": statistics.median(self.launch), "tokens_per_s": SETTINGS.bench_batch * SETTINGS.seq / median * 1e3,
-                "tflops": tflops, "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None, "peak_memory_gb": self.peak_gb}
+        return {"row": self.name, "kit": self.kit.name, "precision": self.precision.name, "graph": self.graph,
+                "ms_median": median, "ms_iqr": q3 - q1, "cpu_launch_ms": statistics.median(self.launch),
+                "tokens_per_s": SETTINGS.bench_batch * SETTINGS.seq / median * 1e3, "tflops": tflops,
+                "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None,
+                "peak_memory_gb": self.peak_gb, "first_loss": self.trainer.first_loss}
 
 # %%
 def ladder():
@@ -1881,7 +1883,9 @@ def run_ladder(rows):
         try:
             reason = row.build(trainers)
         except torch.OutOfMemoryError:
-            reason = "not enough GPU memory"
+            row.trainer, reason = None, "not enough GPU memory"
+            for key in [key for key, trainer in trainers.items() if all(trainer is not r.trainer for r in group)]:
+                del trainers[key]  # built, but too large to run
         if reason:
             skip(f"benchmark row {row.name}", reason)
         else:
