@@ -1779,6 +1779,7 @@ class Row:
     trainer: Trainer = None
     peak_gb: float = None
     held_gb: float = None  # while it waits for its turn
+    first_loss: float = None  # before any step, of the row that made the trainer
     launch: list = dataclasses.field(default_factory=list)  # ms that the CPU takes to launch a step
     times: list = dataclasses.field(default_factory=list)  # ms from one step's end to the next
 
@@ -1793,7 +1794,7 @@ class Row:
             trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled,
                                     **({"declare": True} if self.declare else {}))
             trainers[key].tokens, trainers[key].targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
-            trainers[key].resting, trainers[key].first_loss = resting, trainers[key].run().item()
+            trainers[key].resting, self.first_loss = resting, trainers[key].run().item()
         self.trainer = trainers[key]
         reason = self.trainer.capture() if self.graph else ""
         if not reason:
@@ -1830,7 +1831,7 @@ class Row:
                 "ms_median": median, "ms_iqr": q3 - q1, "cpu_launch_ms": statistics.median(self.launch),
                 "tokens_per_s": SETTINGS.bench_batch * SETTINGS.seq / median * 1e3, "tflops": tflops,
                 "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None,
-                "peak_memory_gb": self.peak_gb, "first_loss": self.trainer.first_loss}
+                "peak_memory_gb": self.peak_gb, "first_loss": self.first_loss}
 
 # %%
 def ladder():
@@ -1971,7 +1972,7 @@ def findings(rows, base, fp8):
 for sentence in findings(LADDER, BASE.name, FP8 and FP8.name):
     print("  -", sentence)
 if LADDER:
-    first = [r["first_loss"] for r in LADDER]
+    first = [r["first_loss"] for r in LADDER if r["first_loss"]]
     check("every row starts from the same loss", max(first) / min(first) < 1.02, f"{min(first):.4f} to {max(first):.4f}, before any step")
     check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER),
           f"{len(LADDER)} rows, taking turns in 5 rounds")

@@ -96,18 +96,19 @@ class Bench:
 
 
 def test_rows_take_turns():
-    bench = Bench({("A", False): 1.0, ("A", True): 0.5, ("B", True): 0.25})
+    bench = Bench({("A", False): 1.0, ("A", True): 0.5, ("B", False): 1.0, ("B", True): 0.25})
     done = bench.names.run_ladder([bench.row("a", "A"), bench.row("a + graph", "A", True), bench.row("b + graph", "B", True)])
     turns = [key for key, _ in itertools.groupby(bench.ran)]
     assert turns[-15:] == [("A", False), ("A", True), ("B", True)] * 5
     assert [(r["row"], round(r["ms_median"], 6)) for r in done] == [("a", 1.0), ("a + graph", 0.5), ("b + graph", 0.25)]
+    assert [r["first_loss"] for r in done] == [0.0, None, 0.0]  # of the row that makes the model
     assert bench.built == ["A", "B"]  # rows that differ only in how they are launched share one model
 
 
 def test_a_row_keeps_its_turn_short():
     bench = Bench({("A", False): 500.0})
     bench.names.run_ladder([bench.row("a", "A")])
-    assert len(bench.ran) <= 2 * 6  # one step that does not count and one that does, in the warm-up and in 5 rounds
+    assert len(bench.ran) <= 1 + 2 * 6  # the first loss; then one step that does not count and one that does, in the warm-up and in 5 rounds
 
 
 def test_a_row_that_cannot_run_takes_out_itself_alone():
