@@ -40,11 +40,10 @@ class Run:
 def environment(gpu=None, te=False, **more):
     """The environment of a run: `gpu` is a capability such as "9.0" to stand in, `te` puts the stand-in TE on the path."""
     path = ([str(TESTS / "standin" / "gpu")] if gpu else []) + ([str(TESTS / "standin" / "te")] if te else [])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FAKE_GPU_COMPILE": "0", "PYTHONPATH": os.pathsep.join(path + more.pop("path", []))}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "FAKE_GPU_COMPILE": "0", "PYTHONPATH": os.pathsep.join(path + more.pop("path", [])),
+           "CUDA_VISIBLE_DEVICES": ""}  # a real GPU, if there is one, stays out of it
     if gpu:
         env["FAKE_GPU"] = gpu
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # also on a machine that has a GPU
     return {**env, **{k: str(v) for k, v in more.items()}}
 
 

@@ -120,6 +120,11 @@ def test_every_check_was_broken_once(unbroken):
         assert not [check for check in unbroken(flags) if not any(fnmatch.fnmatch(check, p) for p in patterns)]
 
 
+def test_rows_that_train_other_models_are_noticed(tutorial):
+    done = tutorial(*TINY, gpu="9.0", te=True, replace={"            trainers[key] = Trainer(self.kit": "            SETTINGS.seed += 1\n            trainers[key] = Trainer(self.kit"})
+    assert done.verdicts["every row starts from the same loss"] is False and done.verdicts["the benchmark measured every row"]
+
+
 def test_a_poisoned_loss_stops_the_run(tutorial):
     done = tutorial(*GPU, gpu="9.0", te=True, replace={"= trainer.run(*next(source))": "= trainer.run(*next(source)) * (math.nan if step == 7 else 1)"})
     assert done.code == 1 and "the loss was nan at step 8" in done.results["stopped"]

@@ -904,7 +904,7 @@ def test_ordinary_training_code_runs_on_the_fake_gpu():
 
 
 def test_without_the_variable_there_is_no_fake_gpu():
-    code = "import json, torch; print(json.dumps(torch.cuda.is_available() or torch.version.cuda == '13.0'))"
+    code = "import json, torch; print(json.dumps(torch.cuda.is_available()))"
     if REAL:
         pytest.skip("this machine has a GPU")
     assert run_child(code) == torch.cuda.is_available()

@@ -326,6 +326,11 @@ def install(torch):
         torch.distributed.init_process_group = init_process_group
         torch.distributed.is_nccl_available = lambda: True
 
+    # ---- optimizers: a torch built for CUDA would ask the driver whether a graph is being captured ----
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, name):
+            setattr(torch.optim.Optimizer, name, nothing)
+
     # ---- torch.compile ----------------------------------------------------------------------
     if os.environ.get("FAKE_GPU_COMPILE") == "0":
         def compile(model=None, **kwargs):
