@@ -15,8 +15,8 @@
 # **What you need.** PyTorch. A GPU of compute capability 8.9 or higher shows everything; an older one, or none, runs the
 # same story in plain PyTorch on what it has, and says what it leaves out.
 #
-# **How to read it.** Run `python te_tutorial.py`, or open the file as a notebook and run the cells in order. Every claim
-# is followed by a check, computed on this machine. The checks are kept in `results.json` and decide the exit code.
+# **How to read it.** Run `python te_tutorial.py`, or open the file as a notebook and run the cells in order. Claims
+# are followed by checks, computed on this machine. The checks are kept in `results.json` and decide the exit code.
 
 # %% [markdown]
 # ## 0. Settings
@@ -46,6 +46,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import time
 import urllib.request
 import warnings
@@ -107,7 +108,8 @@ def parse_arguments(argv):
     parser.error = refuse
     for field in dataclasses.fields(Settings):
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), choices=CHOICES.get(field.name),
-                            default=argparse.SUPPRESS, help=f"default: {field.default}")
+                            default=argparse.SUPPRESS, help=f"default: {field.default}" + (
+                                f" (small preset: {SMALL[field.name]})" if field.name in SMALL else ""))
     return vars(parser.parse_args(argv))
 
 
@@ -225,6 +227,10 @@ def on_error(kind, error, trace):
     print(f"\nStopped: {last}", file=sys.stderr, flush=True)
     os._exit(code)
 
+# %% [markdown]
+# Then the script's manners: it survives terminals without UTF-8, folders that cannot be written and pipes that close, and
+# under `torchrun` only one process speaks.
+
 # %%
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 IS_SCRIPT = "__file__" in globals()
@@ -249,7 +255,8 @@ except OSError as error:
     print(f"cannot write to {SETTINGS.out} ({error.strerror}); using {OUT}")
 torch.manual_seed(SETTINGS.seed)
 RESULTS["settings"] = dataclasses.asdict(SETTINGS)
-print(f"Settings{': ' + NOTE if NOTE else ''}\n ", ", ".join(f"{k} {v}" for k, v in RESULTS["settings"].items()))
+print(f"Settings{': ' + NOTE if NOTE else ''}")
+print(textwrap.indent(textwrap.fill(", ".join(f"{k} {v}" for k, v in RESULTS["settings"].items()), 120), "  "))
 
 # %% [markdown]
 # ## 1. Your machine
@@ -356,6 +363,7 @@ print_table(["precision", "expected here?", "why not"],
 # Transformer Engine (TE) is hard to install for one reason: the part of it that talks to PyTorch must fit *this* torch, *this* CUDA and *this*
 # Python. Where no ready-made part exists, pip compiles 33 C++ files. This section imports TE if you have it, installs it if your GPU can use
 # it, and otherwise says what is wrong and which command mends it. Either way the tutorial goes on, without TE in plain PyTorch.
+# (If TE imports for you, you can skip to "What really runs here".)
 #
 # Two details of importing. `import torch` comes first, because it loads the CUDA libraries that TE needs. And the module to try is
 # `transformer_engine.pytorch`: `import transformer_engine` alone also succeeds when its PyTorch part is broken.
@@ -960,7 +968,8 @@ class SplitQKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         B, T, H, d = dq.shape
-        packed, third = (T * 3 * H * d, 3 * H * d, d, 1), H * d
+        third = H * d  # one third of a token's packed row
+        packed = (T * 3 * third, 3 * third, d, 1)  # the strides of a slice of one [B, T, 3, H, d] buffer
         if dq.stride() == dk.stride() == dv.stride() == packed and all(
                 g.untyped_storage().data_ptr() == dq.untyped_storage().data_ptr() and g.storage_offset() == dq.storage_offset() + i * third
                 for i, g in enumerate((dq, dk, dv))):
@@ -1388,6 +1397,12 @@ print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {F
 #   instead of a BF16 tensor that a second kernel widens.
 # - TE casts each bias and norm weight by a kernel of its own. They are tiny, but dozens. We keep BF16 working copies of
 #   these vectors, and refresh all of them from their FP32 masters in one call.
+#
+# | parameter | what AdamW changes | what the model uses | where the gradient arises |
+# |---|---|---|---|
+# | matrix of a TE module | the parameter itself, FP32 | TE casts it to FP8 or BF16 | in FP32, written by TE into `main_grad` |
+# | vector of a TE module | an FP32 master | the parameter, BF16 | in BF16, copied to the master |
+# | embedding, final norm, head; all of the PyTorch kit | the parameter itself, FP32 | `torch.autocast` casts it | in FP32 |
 
 # %%
 print("\n== 7. Training ==")
@@ -1643,7 +1658,7 @@ if FP8:
     EXAMS[FP8.name] = [exam(TRAINED.model, FP8)]
 RESULTS["training"] = {name: {"loss": EXAMS[name][0], "floor": FLOOR, "ms_per_step": MS[name]} for name in MS}
 print_table(["precision", "ms/step", "last batch", "loss over all sequences", "above the floor"],
-            [[n, f"{MS[n]:.2f}", f"{CURVES[n][-1]:.5f}", f"{EXAMS[n][0]:.5f}", f"{EXAMS[n][0] - FLOOR:.1e}"] for n in MS])
+            [[n, f"{MS[n]:.2f}", f"{CURVES[n][-1]:.5f}", f"{EXAMS[n][0]:.5f}", f"{EXAMS[n][0] / FLOOR - 1:+.1%}"] for n in MS])
 print(f"  floor {FLOOR:.5f}; a step is {SETTINGS.batch} sequences of {SETTINGS.seq} tokens"
       + (", replayed as a CUDA graph" if TRAINED.graph else ", launched kernel by kernel"))
 
@@ -1774,6 +1789,11 @@ def flops_per_step(s, rows):
     return 6 * matrices * rows * s.seq + 6 * s.n_layers * rows * s.seq**2 * s.d_model
 
 
+# %% [markdown]
+# A `Row` is one line of the ladder. Rows that differ only in how a step is launched share one trainer, with and without its
+# graph. A turn lasts at most 0.6 s, and its first step does not count.
+
+# %%
 @contextlib.contextmanager
 def tf32(on):
     torch.backends.cuda.matmul.allow_tf32 = on
@@ -1823,7 +1843,7 @@ class Row:
 
     def run(self, steps):
         """Time some steps, at most 0.6 s of them, after one that does not count."""
-        captured, self.trainer.graph = self.trainer.graph, self.trainer.graph if self.graph else None
+        captured, self.trainer.graph = self.trainer.graph, self.trainer.graph if self.graph else None  # the trainer may be shared
         with tf32(self.tf32):
             begin = time.perf_counter()
             self.trainer.run().item()
@@ -2214,8 +2234,8 @@ else:
     skip("the FP8 state", PRECISIONS["FP8 delayed"].reason)
 
 # %% [markdown]
-# Gradients are a thousand times smaller than activations, and shrink as the loss falls. Their scales follow. That is why no
-# loss scaling is needed in FP8.
+# Gradients are far smaller than activations, and shrink as the loss falls. Their scales follow. That is why no loss scaling
+# is needed in FP8.
 
 # %%
 def scale_lines():
@@ -2330,31 +2350,36 @@ def draw():
     if IS_SCRIPT:
         matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
-    loss, bench, scales, widths = axes.flat
+    figure, panels = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
+    loss, bench, scales, widths = panels.flat
     for name, curve in CURVES.items():
         loss.plot(range(1, len(curve) + 1), curve, label=name, lw=1)
     loss.axhline(FLOOR, color="black", ls=":", label=f"floor ln({STRIDES})/{SETTINGS.seq}")
     loss.set(title="Training loss", xlabel="step", ylabel="nats per token", yscale="log")
     loss.legend()
-    bench.barh([r["row"] for r in LADDER], [r["ms_median"] for r in LADDER], xerr=[r["ms_iqr"] / 2 for r in LADDER],
+    bench.barh([r["row"] for r in LADDER], [r["ms_median"] for r in LADDER], xerr=[min(r["ms_iqr"] / 2, r["ms_median"]) for r in LADDER],
                color=["tab:green" if "FP8" in r["row"] else "tab:blue" if r["kit"] == "TE" else "tab:gray" for r in LADDER])
     bench.invert_yaxis()
     bench.set(title="Full training step", xlabel="ms (median, bars: IQR)")
     for label, line in RESULTS["fp8_timeline"].items():
         scales.plot(*zip(*line), label=label, lw=1, ls="--" if "grad" in label else "-")
-    scales.set(title="FP8 scales of block 0" if RESULTS["fp8_timeline"] else "FP8 scales: not on this machine", xlabel="step",
-               yscale="log")
     if RESULTS["fp8_timeline"]:
+        scales.set(title="FP8 scales of block 0", xlabel="step", yscale="log")
         scales.legend(fontsize=7, ncol=2)
     for how, style in (("graph", "-o"), ("eager", "--s")):
         points = [(r["width"], r[BASE.name, how] / r[FP8.name, how]) for r in SWEEP if r["tokens"] == SWEEP[-1]["tokens"]]
         if points:
             widths.plot(*zip(*points), style, label={"graph": "CUDA graph", "eager": "launched from Python"}[how])
-    widths.axhline(1, color="black", lw=1)
-    widths.set(title="FP8 speed-up by width" if SWEEP else "FP8 speed-up: not on this machine", xlabel="d_model")
     if SWEEP:
+        widths.axhline(1, color="black", lw=1)
+        widths.set(title="FP8 speed-up by width", xlabel="d_model")
         widths.legend()
+    for axes, there, what in ((bench, LADDER, "benchmark: switched off"), (widths, SWEEP, "FP8 speed-up by width: not measured here"),
+                              (scales, RESULTS["fp8_timeline"], f"FP8 scales: {FP8.name} keeps no history" if FP8 else "FP8 scales: no FP8 here")):
+        if not there:
+            axes.clear()
+            axes.axis("off")
+            axes.text(0.5, 0.5, what, ha="center")
     figure.savefig(OUT / "figure.png", dpi=110)
     if IS_SCRIPT:
         plt.close(figure)

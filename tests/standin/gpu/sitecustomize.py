@@ -327,9 +327,9 @@ def install(torch):
         torch.distributed.is_nccl_available = lambda: True
 
     # ---- optimizers: a torch built for CUDA would ask the driver whether a graph is being captured ----
-    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
-        if hasattr(torch.optim.Optimizer, name):
-            setattr(torch.optim.Optimizer, name, nothing)
+    for method in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, method):
+            setattr(torch.optim.Optimizer, method, nothing)
 
     # ---- torch.compile ----------------------------------------------------------------------
     if os.environ.get("FAKE_GPU_COMPILE") == "0":
