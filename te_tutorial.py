@@ -103,8 +103,7 @@ CHOICES = dict(recipe=["delayed", "current", "block", "mxfp8", "nvfp4"], benchma
 # %%
 def parse_arguments(argv):
     """Return {field: value} of the flags that were given. A bad flag ends the run with one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="te_tutorial.py", description="Learn NVIDIA Transformer Engine by running it.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(prog="te_tutorial.py", description="Learn NVIDIA Transformer Engine by running it.")
     parser.error = refuse
     for field in dataclasses.fields(Settings):
         parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), choices=CHOICES.get(field.name),
@@ -267,6 +266,8 @@ print(textwrap.indent(textwrap.fill(", ".join(f"{k} {v}" for k, v in RESULTS["se
 
 # %%
 print("\n== 1. Your machine ==")
+
+
 @dataclasses.dataclass
 class Machine:
     device: str  # "cuda" or "cpu"
@@ -922,6 +923,8 @@ check("delayed scaling pays for a jump, once", DELAYED[20] < 10 < 25 < min(DELAY
 
 # %%
 print("\n== 4. The modules ==")
+
+
 class TorchLayerNormLinear(nn.Module):
     """[..., n_in] -> [..., n_out]: what te.LayerNormLinear fuses."""
 
@@ -1240,6 +1243,8 @@ if USE_TE:
 
 # %%
 print("\n== 5. MiniGPT ==")
+
+
 def embed(tokens, token, position, dtype):
     """Tokens [B, T] -> activations [B, T, d_model]."""
     return (F.embedding(tokens, token) + position[: tokens.shape[1]]).to(dtype)
@@ -1406,6 +1411,8 @@ print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {F
 
 # %%
 print("\n== 7. Training ==")
+
+
 class MasterAdamW:
     """AdamW on FP32 master weights, for a model of either kit. `low` is the 16-bit type of the working copies."""
 
@@ -1734,6 +1741,8 @@ del trainer
 
 # %%
 print("\n== 8. Benchmark ==")
+
+
 def multiplication(kind, m, k, n):
     """A function that multiplies [m, k] by [k, n] in the number format `kind`, or raises where that is not possible."""
     dtype = {"FP32": torch.float32, "FP16": torch.float16}.get(kind, torch.bfloat16)
@@ -2059,10 +2068,10 @@ def cross(width, rows, layers=2):
             raise Stop(reason)
         found[p.name, "graph"] = time_ms(trainer.run, 15)
     rate16, rate8 = (gemm_rate(kind, rows * s.seq, width, 4 * width, 0.02) for kind in ("BF16", "FP8"))
-    saved = layers * 72 * width**2 * rows * s.seq * (1 / rate16 - 1 / rate8) / 1e9
-    spent = layers * 30 * width * rows * s.seq / BANDWIDTH * 1e3
     if not (rate16 and rate8):
         raise Stop("a matrix multiplication of this width does not run alone")
+    saved = layers * 72 * width**2 * rows * s.seq * (1 / rate16 - 1 / rate8) / 1e9
+    spent = layers * 30 * width * rows * s.seq / BANDWIDTH * 1e3
     return {**found, "predicted": found[BASE.name, "graph"] - saved + spent}
 
 # %%
@@ -2262,6 +2271,8 @@ if RESULTS["fp8_timeline"]:
 
 # %%
 print("\n== 10. Greedy generation ==")
+
+
 def generate(model, precision, prompts, n_new):
     """Greedy continuation: prompts [B, P] -> [B, P + n_new]. Leaves no trace in the model."""
     tokens = torch.zeros(len(prompts), prompts.shape[1] + n_new, dtype=torch.long, device=DEVICE)
@@ -2344,6 +2355,8 @@ check("generation leaves no trace",
 
 # %%
 print("\n== 11. Report ==")
+
+
 def draw():
     """Save a figure of the loss curves, the benchmark, the FP8 scales and the widths; return its path."""
     import matplotlib

@@ -47,22 +47,25 @@ def environment(gpu=None, te=False, **more):
     return {**env, **{k: str(v) for k, v in more.items()}}
 
 
+def changed(folder, replace, text=None):
+    """A copy of the script (or of `text`) in a folder, with {old: new} replaced. Each old text must occur once."""
+    text = text or SCRIPT.read_text()
+    for old, new in replace.items():
+        assert text.count(old) == 1, f"{text.count(old)} times in the script: {old}"
+        text = text.replace(old, new)
+    (script := folder / "te_tutorial.py").write_text(text)
+    return script
+
+
 @pytest.fixture
 def tutorial(tmp_path):
     """Run the script: tutorial(*flags, gpu="9.0", te=True, replace={old: new}, env={...}) -> Run.
 
-    `replace` changes a copy of the script before it runs, to break what a check guards. Each old text must occur once.
+    `replace` changes a copy of the script before it runs, to break what a check guards.
     """
 
     def run(*flags, gpu=None, te=False, replace=None, env=None, timeout=300, python_flags=()):
-        script = SCRIPT
-        if replace:
-            text = SCRIPT.read_text()
-            for old, new in replace.items():
-                assert text.count(old) == 1, f"{text.count(old)} times in the script: {old}"
-                text = text.replace(old, new)
-            script = tmp_path / "te_tutorial.py"
-            script.write_text(text)
+        script = changed(tmp_path, replace) if replace else SCRIPT
         out = tmp_path / "out"
         done = subprocess.run([sys.executable, *python_flags, str(script), "--out", str(out), *flags], env=environment(gpu, te, **(env or {})),
                               capture_output=True, text=True, timeout=timeout, cwd=tmp_path, stdin=subprocess.DEVNULL)

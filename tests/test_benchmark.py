@@ -273,3 +273,10 @@ def test_predicted_break_even():
         per_token = operations * width**2 / 2e14 - moved * width / 1e12  # seconds won by FP8, per layer
         assert math.isclose(found["predicted"], 5.0 - 2 * 4 * 64 * per_token * 1e3, rel_tol=1e-9)
         assert (found["width"], found["tokens"], found["BF16", "eager"], found["FP8 delayed", "graph"]) == (width, 256, 9.0, 4.0)
+
+    class Stop(Exception):
+        pass
+
+    names.cross.__globals__.update(Stop=Stop, gemm_rate=lambda kind, *a: None)  # a multiplication that does not run alone
+    with pytest.raises(Stop, match="does not run alone"):
+        names.cross(256, 4)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from conftest import SCRIPT, TESTS, TINY, environment
+from conftest import SCRIPT, TESTS, TINY, changed, environment
 from test_install import FAKE_PIP, all_ended
 
 QUICK = [*TINY, "--benchmark", "off", "--vocab", "56", "--steps", "10"]
@@ -145,13 +145,7 @@ class Machine:
         if probes:
             after["torch"] += AT_THE_END.format(probes=str(self.write("probes.py", probes)))
         self.write("hooks/sitecustomize.py", SITECUSTOMIZE.format(gpu=str(TESTS / "standin" / "gpu" / "sitecustomize.py"), after=after))
-        script = SCRIPT
-        if replace:
-            text = SCRIPT.read_text()
-            for old, new in replace.items():
-                assert text.count(old) == 1, f"{text.count(old)} times in the script: {old}"
-                text = text.replace(old, new)
-            script = self.write("te_tutorial.py", text)
+        script = changed(folder, replace) if replace else SCRIPT
         settings = environment(gpu, te, path=[str(folder / "site")])
         settings["PYTHONPATH"] = os.pathsep.join([str(folder / "hooks"), settings["PYTHONPATH"]])
         for name in ("CUDA_HOME", "CPATH", "MAX_JOBS", "CXX", "RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from conftest import SCRIPT, Run
+from conftest import SCRIPT, Run, changed
 
 
 def why_not():
@@ -39,12 +39,7 @@ UNLEARNED = ["* reaches the floor", "all * prompts*", "padded generation*", "FP8
 def run(tmp_path):
     def run(*flags, replace=None, text=None, python_flags=()):
         """The script, or a changed copy, with this environment as it is."""
-        text = text or SCRIPT.read_text()
-        for old, new in (replace or {}).items():
-            assert text.count(old) == 1, f"{text.count(old)} times in the script: {old}"
-            text = text.replace(old, new)
-        script = tmp_path / "te_tutorial.py"
-        script.write_text(text)
+        script = changed(tmp_path, replace or {}, text)
         done = subprocess.run([sys.executable, *python_flags, str(script), "--out", str(tmp_path / "out"), *flags], capture_output=True, text=True,
                               timeout=300, cwd=tmp_path, stdin=subprocess.DEVNULL)
         return Run(done.returncode, done.stdout, done.stderr, tmp_path / "out")
