@@ -202,6 +202,11 @@ def skip(what, reason):
     print(f"  [skip] {what}: {reason}")
 
 
+def in_a_line(error):
+    """The kind of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:150]}"
+
+
 class Stop(Exception):
     """A step broke in a way we foresaw: its message says what and where; no traceback."""
 
@@ -381,6 +386,7 @@ def import_te():
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name) == "":
             del os.environ[name]  # set but empty, it makes TE search the whole disk for its libraries
+    os.environ.setdefault("NVTE_BIAS_GELU_NVFUSION", "0")  # BF16: GELU inside cuBLAS; TE would compile a kernel, which takes longer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning inside TE must not stop us under `python -W error`
         try:
@@ -680,7 +686,7 @@ def load_te():
         sys.modules.pop("transformer_engine", None)  # an empty folder of that name imports as an empty module
         found = import_te()
     if isinstance(found, Exception):
-        print(f"  importing it raised {type(found).__name__}: {(str(found).strip().splitlines() or [''])[0][:200]}")
+        print(f"  importing it raised {in_a_line(found)}")
         return None, diagnose(found)
     if not hasattr(found, "autocast"):
         return None, f"this TE is too old for the tutorial. This mends it: {REMOVE}"
@@ -757,7 +763,7 @@ def probe(precision):
         y.float().pow(2).mean().backward()
         return "" if torch.isfinite(x.grad).all() else "the gradients of a small test were not finite"
     except Exception as error:  # whatever it is, it takes out this precision alone
-        return f"failed a small test: {type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:120]}"
+        return f"failed a small test: {in_a_line(error)}"
 
 
 def judge(name):
@@ -1098,15 +1104,21 @@ check("our block is PyTorch's own transformer layer", (apart := difference_to_py
 #   the SQNR by 10 log10(2*n*) dB. Backward casts gradients to E5M2, so it starts from that layout's quality. 3 dB are left as a margin.
 
 # %%
+def forward_backward(module, x, dy, precision):
+    """Run a module forward and backward; the gradients are then in `x` and in its parameters. Returns the output."""
+    x.grad = None
+    module.zero_grad(set_to_none=True)
+    with precision.context():
+        y = module(x)
+    y.backward(dy.to(y.dtype))
+    return y.detach()
+
+
 def outcome(module, x, dy, precision, rounds=1):
     """{name: tensor} of the output and every gradient. Delayed scaling needs a first round to learn its scales."""
     for _ in range(rounds):
-        module.zero_grad(set_to_none=True)
-        x = x.detach().requires_grad_()
-        with precision.context():
-            y = module(x)
-        y.backward(dy.to(y.dtype))
-    return {"output": y.detach().float(), "input": x.grad.float(), **{short(n): p.grad.float() for n, p in module.named_parameters()}}
+        y = forward_backward(module, x, dy, precision)
+    return {"output": y.float(), "input": x.grad.float(), **{short(n): p.grad.float() for n, p in module.named_parameters()}}
 
 
 def errors(exact, found):
@@ -1147,6 +1159,36 @@ def time_ms(function, repeats=20):
     return statistics.median(between(marks))
 
 # %%
+def record(function):
+    """Record what a function launches on the GPU into a CUDA graph; returns (graph, result). RuntimeError where that fails."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            result = function()
+    except RuntimeError:  # torch would go on as if it were still recording: end that by recording something harmless
+        torch.cuda.set_stream(stream)
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=DEVICE)
+        raise
+    return graph, result
+
+
+def burst(function, calls):
+    """A function that makes several calls at once: on a GPU one CUDA graph, so that Python's launches do not count."""
+    def several():
+        for _ in range(calls):
+            function()
+    if DEVICE != "cuda":
+        return several
+    with torch.cuda.stream(torch.cuda.Stream()):  # nothing may run for the first time while it is recorded
+        function()
+    torch.cuda.synchronize()
+    try:
+        return record(several)[0].replay
+    except RuntimeError:
+        return several
+
+# %%
 D, FF, HEADS = SETTINGS.d_model, SETTINGS.d_ff, SETTINGS.n_heads
 FP8_DB = CAST_DB[E4M3], CAST_DB[E5M2]  # quality of one cast, forward and backward
 NOISE_DB = {"NVFP4": [10 * math.log10(28 * 4)] * 2}  # its numbers have one mantissa bit
@@ -1163,31 +1205,37 @@ TOUR = {  # name: (how either kit makes it, matrix multiplications in a row)
 }
 
 
-def visit(name):
-    """Compare one module with its twin; return a row of the results."""
+def time_of(module, x, dy, precision):
+    """Milliseconds of one pass forward and backward."""
+    return time_ms(burst(lambda: forward_backward(module, x, dy, precision), 4), 3) / 4
+
+
+def visit(name, precisions):
+    """Compare one module with its twin, in BASE and in these FP8 precisions; return a row of the results."""
     make, n_gemms = TOUR[name]
     twin = initialise(make(TORCH_KIT), SETTINGS.seed).to(DEVICE)
-    x = torch.randn(SETTINGS.batch, SETTINGS.seq, D, device=DEVICE)
+    x = torch.randn(SETTINGS.batch, SETTINGS.seq, D, device=DEVICE, requires_grad=True)
     with PRECISIONS["FP32"].context():
         dy = torch.randn_like(twin(x)) / math.sqrt(SETTINGS.batch * SETTINGS.seq)
     row = {"module": name, "input": list(x.shape), "output": list(dy.shape), "parameters": sum(p.numel() for p in twin.parameters())}
     exact, plain = outcome(twin, x, dy, PRECISIONS["FP32"]), outcome(twin, x, dy, BASE)
-    row["torch_error"], row["torch_ms"] = errors(exact, plain), time_ms(lambda: outcome(twin, x, dy, BASE))
+    row["torch_error"], row["torch_ms"] = errors(exact, plain), time_of(twin, x, dy, BASE)
     if USE_TE:
         module = load_weights(make(TE_KIT), weights_of(twin))
         row["te_error"] = errors(exact, outcome(module, x, dy, BASE))
-        row["te_ms"] = time_ms(lambda: outcome(module, x, dy, BASE))
-        if n_gemms:
-            row["db"] = {p.name: [decibel(e) for e in errors(exact, outcome(module, x, dy, p, rounds=2))] for p in FP8S}
-            row["bound_db"] = {p.name: [db - 10 * math.log10(2 * n_gemms) - 3 for db in NOISE_DB.get(p.name, FP8_DB)] for p in FP8S}
+        row["te_ms"] = time_of(module, x, dy, BASE)
+        for p in precisions if n_gemms else []:
+            row.setdefault("db", {})[p.name] = [decibel(e) for e in errors(exact, outcome(module, x, dy, p, rounds=2))]
+            row.setdefault("bound_db", {})[p.name] = [db - 10 * math.log10(2 * n_gemms) - 3 for db in NOISE_DB.get(p.name, FP8_DB)]
+            row.setdefault("fp8_ms", {})[p.name] = time_of(module, x, dy, p)
     return row
 
 
-RESULTS["tour"] = [visit(name) for name in TOUR]
+RESULTS["tour"] = [visit(name, FP8S) for name in TOUR]
 
 # %% [markdown]
-# The time is forward plus backward, launched one kernel after another, as PyTorch does by default. Small modules are then
-# bound by the CPU that launches them, and TE's Python does more per call than PyTorch's. Section 8 takes the launches out.
+# The time is forward plus backward. On a GPU, four passes are recorded into one *CUDA graph* and replayed, because launched
+# one by one, kernels as small as these wait for Python. Section 8 measures both ways.
 
 # %%
 def shape(size):
@@ -1198,13 +1246,16 @@ def tour_line(row):
     """The cells of one row of the tour."""
     cells = [row["module"], f"{shape(row['input'])} -> {shape(row['output'])}", f"{row['parameters']:,}", f"{row['torch_ms']:.2f}"]
     if USE_TE:
-        cells += [f"{row['te_ms']:.2f}", "{:.1e} / {:.1e}".format(*row["torch_error"]), "{:.1e} / {:.1e}".format(*row["te_error"])]
+        cells += [f"{row['te_ms']:.2f}", *(f"{row['fp8_ms'][FP8.name]:.2f}" if "db" in row else "-" for _ in filter(None, [FP8]))]
+        cells += ["{:.1e} / {:.1e}".format(*row["torch_error"]), "{:.1e} / {:.1e}".format(*row["te_error"])]
         cells += ["{:.1f} / {:.1f}".format(*row["db"][p.name]) if "db" in row else "-" for p in FP8S]
     return cells
 
 
-print_table(["module", "shape", "parameters", "PyTorch ms"] + (["TE ms", f"PyTorch {BASE.name} error", f"TE {BASE.name} error"]
-            + [f"{p.name} dB" for p in FP8S] if USE_TE else []), [tour_line(row) for row in RESULTS["tour"]])
+columns = ["module", "shape", "parameters", "PyTorch ms"]
+if USE_TE:
+    columns += ["TE ms", *([f"{FP8.name} ms"] if FP8 else []), f"PyTorch {BASE.name} error", f"TE {BASE.name} error", *(f"{p.name} dB" for p in FP8S)]
+print_table(columns, [tour_line(row) for row in RESULTS["tour"]])
 if USE_TE:
     print("  (two numbers: output / worst gradient; error relative to PyTorch FP32)")
 for row in RESULTS["tour"] if USE_TE else []:
@@ -1356,6 +1407,7 @@ for precision in [BASE, *(FP8S if USE_TE else [])]:
     limit = noise if precision.name in ("FP8 current", "NVFP4") else 0
     check(f"causal, rows independent ({precision.name})", wrong <= limit and wrong < right,
           f"elsewhere {wrong:.1e} (at most {limit:.1e}), from the changed token on {right:.1e}")
+del model
 
 # %% [markdown]
 # ## 6. Data
@@ -1414,29 +1466,34 @@ print("\n== 7. Training ==")
 
 
 class MasterAdamW:
-    """AdamW on FP32 master weights, for a model of either kit. `low` is the 16-bit type of the working copies."""
+    """AdamW on FP32 master weights, for a model of either kit. `low` is the 16-bit type of the working copies. Where the
+    model keeps its matrices in FP8 (section 8 tries that), `exact` holds their FP32 values by name."""
 
-    def __init__(self, model, lr, low):
+    def __init__(self, model, lr, low, exact=None):
         self.copies, self.masters, self.plain = [], [], []  # 16-bit vectors, their FP32 masters, all other parameters
-        self.direct = []  # matrices whose gradient TE writes itself
-        for module in model.modules():
+        self.direct = []  # FP32 matrices whose gradient TE writes itself
+        self.quantized = []  # (FP8 matrix, its FP32 master)
+        for prefix, module in model.named_modules():
             fused = USE_TE and hasattr(module, "fuse_wgrad_accumulation")
             if fused:
                 module.fuse_wgrad_accumulation = True
-            for p in module.parameters(recurse=False):
+            for name, p in module.named_parameters(prefix, recurse=False):
                 if fused and p.dim() == 1:
                     self.masters.append(p.detach().clone())
                     self.masters[-1].grad = torch.zeros_like(p)
                     p.data = p.data.to(low)
                     self.copies.append(p)
-                    continue
-                self.plain.append(p)
-                if fused:
-                    p.grad = p.main_grad = torch.zeros_like(p)
+                elif fused:
+                    weight = exact[name] if exact else p
+                    weight.grad = p.main_grad = torch.zeros_like(weight)
                     p.overwrite_main_grad = True  # TE need not add to what is there
-                    self.direct.append(p)
+                    self.quantized.append((p, weight)) if exact else self.direct.append(p)
+                else:
+                    self.plain.append(p)
+        self.plain += self.direct
         on_gpu = DEVICE == "cuda"
-        self.weights = [*self.plain, *self.masters]
+        self.weights = [*self.plain, *self.masters, *(master for _, master in self.quantized)]
+        self.refresh()
         self.lr = lr
         self.adamw = torch.optim.AdamW(self.weights, lr=torch.tensor(lr, device=DEVICE) if on_gpu else lr, fused=on_gpu,
                                        capturable=on_gpu, weight_decay=0)  # no decay: what moves has a gradient
@@ -1463,8 +1520,14 @@ class MasterAdamW:
                 torch.distributed.all_reduce(p.grad)
                 p.grad /= WORLD
         scaler.step(self.adamw) if scaler else self.adamw.step()
+        self.refresh()
+
+    def refresh(self):
+        """Bring the working copies up to date with their masters."""
         if self.copies:
             torch._foreach_copy_([p.data for p in self.copies], self.masters)
+        for p, master in self.quantized:
+            p.quantize_(master)
 
 # %% [markdown]
 # One `Trainer` serves training, benchmark and tests: one model, one optimizer, one step. A step of this model is about 500
@@ -1474,16 +1537,19 @@ class MasterAdamW:
 
 # %%
 class Trainer:
-    def __init__(self, kit, precision, rows, s=SETTINGS, compiled="", **attention):
-        """compiled: "" nothing, "ends" embedding and loss around the blocks, "all" the whole loss."""
+    def __init__(self, kit, precision, rows, s=SETTINGS, compiled="", fp8_weights=False, **attention):
+        """compiled: "" nothing, "ends" embedding and loss around the blocks, "all" the whole loss. fp8_weights: TE keeps
+        its matrices in FP8 alone."""
         self.precision, self.graph = precision, None
-        self.model = new_model(kit, s, precision.dtype, **attention)
-        self.optimizer = MasterAdamW(self.model, s.lr, precision.dtype)
+        exact = weights_of(new_model(kit, s, precision.dtype)) if fp8_weights else None
+        with te.quantized_model_init(enabled=True, recipe=precision.recipe) if fp8_weights else contextlib.nullcontext():
+            self.model = new_model(kit, s, precision.dtype, **attention)
+        self.optimizer = MasterAdamW(self.model, s.lr, precision.dtype, exact)
         self.tokens, self.targets = (torch.zeros(rows, s.seq, dtype=torch.long, device=DEVICE) for _ in range(2))
         self.scaler = torch.amp.GradScaler(DEVICE) if precision.dtype == torch.float16 else None
         self.loss_function = torch.compile(self.model.loss) if compiled == "all" else self.model.loss
         if compiled == "ends":
-            self.loss_function = partial(self.model.loss, embed=COMPILED_EMBED, head_loss=COMPILED_HEAD_LOSS)
+            self.loss_function = partial(self.model.loss, embed=torch.compile(embed), head_loss=torch.compile(head_loss))
 
     def step(self):
         """Forward, backward, optimizer on the buffers; returns the loss [] on the device."""
@@ -1509,10 +1575,7 @@ class Trainer:
                     self.step()
             torch.cuda.current_stream().wait_stream(side)
             self.optimizer.clear()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.captured_loss = self.step()
-            self.graph = graph
+            self.graph, self.captured_loss = record(self.step)
         except RuntimeError as error:
             return f"CUDA graph capture failed: {str(error).splitlines()[0][:120]}"
         return ""
@@ -1530,13 +1593,14 @@ class Trainer:
     @contextlib.contextmanager
     def untouched(self):
         """Whatever happens inside, weights and optimizer are afterwards what they were. The FP8 scales are not."""
-        saved = [w.detach().clone() for w in [*self.optimizer.weights, *self.optimizer.copies]]
+        saved = [w.detach().clone() for w in self.optimizer.weights]
         moments = [v.clone() for state in self.optimizer.adamw.state.values() for v in state.values()]
         try:
             yield
         finally:
-            for w, value in zip([*self.optimizer.weights, *self.optimizer.copies], saved):
+            for w, value in zip(self.optimizer.weights, saved):
                 w.data.copy_(value)
+            self.optimizer.refresh()
             now = [v for state in self.optimizer.adamw.state.values() for v in state.values()]
             for v, value in zip(now, moments or [torch.zeros_like(v) for v in now]):
                 v.copy_(value)
@@ -1589,33 +1653,15 @@ def exam(model, precision):
             total += F.cross_entropy(logits.flatten(0, 1), piece[:rows, 1:].flatten(), reduction="sum").item()
     return total / (len(EVERY) * SETTINGS.seq)
 
-# %% [markdown]
-# `torch.compile` joins the small kernels at both ends of the model (embedding, final norm, loss) where it works. TE's own
-# modules stay outside it.
-
 # %%
-def why_not_compile():
-    """Try torch.compile on this device; return what went wrong, or ""."""
-    try:
-        torch.compile(lambda x: (x * 2).sum())(torch.ones(64, device=DEVICE))
-        return ""
-    except Exception as error:
-        return f"torch.compile fails: {type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:100]}"
-
-
-NO_COMPILE = why_not_compile() if DEVICE == "cuda" or SETTINGS.benchmark == "full" else "takes longer to compile than it saves on a CPU (--benchmark full tries it)"
-ENDS = "ends" if USE_TE and not NO_COMPILE else ""
-COMPILED_EMBED, COMPILED_HEAD_LOSS = (torch.compile(embed), torch.compile(head_loss)) if ENDS else (None, None)  # compiled when first called
-
-
 def progress_bar(total, title):
     """A tqdm bar on stderr, or None where there is no tqdm, or where another process draws it."""
     return tqdm(total=total, desc=title, leave=False) if tqdm and RANK == 0 else None
 
 
 def train(precision, seed, steps=SETTINGS.steps, each_step=lambda step, trainer: None):
-    """Train a fresh MiniGPT; returns (trainer, losses per step, ms per step). Raises Stop when the loss is not finite."""
-    trainer = Trainer(KIT, precision, SETTINGS.batch, compiled=ENDS)
+    """Train a fresh MiniGPT; returns (trainer, losses per step, ms per step, was it a CUDA graph). Raises Stop when the loss is not finite."""
+    trainer = Trainer(KIT, precision, SETTINGS.batch)
     with trainer.untouched():
         trainer.capture()
     losses, times, bar = torch.zeros(steps, device=DEVICE), [], progress_bar(steps, f"training in {precision.name}")
@@ -1635,11 +1681,13 @@ def train(precision, seed, steps=SETTINGS.steps, each_step=lambda step, trainer:
                 bar.set_postfix_str(f"loss {recent[-1]:.4f}")
     if bar:
         bar.close()
-    return trainer, losses.tolist(), statistics.median(times)
+    replayed = trainer.graph is not None
+    trainer.graph = trainer.captured_loss = None  # a graph keeps its memory; the few steps to come do without
+    return trainer, losses.tolist(), statistics.median(times), replayed
 
 # %% [markdown]
-# With FP8, training is done three times in the base precision, with different data, and once in FP8 on the same batches as
-# the first of them; without FP8, once. All start from the same weights. The three show how much chance alone moves the
+# With FP8, the model is trained twice in the base precision, on different data, and once in FP8, on the same batches as the
+# first of the two; without FP8, once. All start from the same weights. The two show how much chance alone moves the
 # result: a fair yardstick for what FP8 changes. (Where chance happens to move less than 1% of the floor, that 1% counts.)
 #
 # The 60 steps of the usual demonstration do not reach the rule. For the full model on an H200, 500 steps continued all but
@@ -1655,19 +1703,20 @@ def record_scales(step, trainer):
 
 
 EXAMS, CURVES, MS = {}, {}, {}
-for i in range(3 if FP8 else 1):
-    trainer, losses, ms = train(BASE, SETTINGS.seed + i)
+for i in range(2 if FP8 else 1):
+    trainer, losses, ms, replayed = train(BASE, SETTINGS.seed + i)
     EXAMS.setdefault(BASE.name, []).append(exam(trainer.model, BASE))
     if i == 0:
         CURVES[BASE.name], MS[BASE.name], TRAINED = losses, ms, trainer
 if FP8:
-    TRAINED, CURVES[FP8.name], MS[FP8.name] = train(FP8, SETTINGS.seed, each_step=record_scales)
+    TRAINED, CURVES[FP8.name], MS[FP8.name], replayed = train(FP8, SETTINGS.seed, each_step=record_scales)
     EXAMS[FP8.name] = [exam(TRAINED.model, FP8)]
+del trainer
 RESULTS["training"] = {name: {"loss": EXAMS[name][0], "floor": FLOOR, "ms_per_step": MS[name]} for name in MS}
 print_table(["precision", "ms/step", "last batch", "loss over all sequences", "above the floor"],
             [[n, f"{MS[n]:.2f}", f"{CURVES[n][-1]:.5f}", f"{EXAMS[n][0]:.5f}", f"{EXAMS[n][0] / FLOOR - 1:+.1%}"] for n in MS])
 print(f"  floor {FLOOR:.5f}; a step is {SETTINGS.batch} sequences of {SETTINGS.seq} tokens"
-      + (", replayed as a CUDA graph" if TRAINED.graph else ", launched kernel by kernel"))
+      + (", replayed as a CUDA graph" if replayed else ", launched kernel by kernel"))
 
 # %%
 for name, found in EXAMS.items():
@@ -1700,6 +1749,7 @@ check("weights moved", moved > 0.99, f"{moved:.1%} of the matrix weights differ 
 check("master weights are FP32", all(w.dtype == torch.float32 for w in TRAINED.optimizer.weights),
       f"{sum(w.numel() for w in TRAINED.optimizer.weights):,} of them. BF16 weights would have lost {LOST[0.5]:.0%} of a step's updates "
       f"at half the peak learning rate, {LOST[0.01]:.0%} at a hundredth")
+del initial, now, before, pairs  # copies of a large model
 
 # %% [markdown]
 # Two controls. The same seed must give the same losses: to the bit where every kernel adds in a fixed order. On a GPU the
@@ -1744,29 +1794,17 @@ print("\n== 8. Benchmark ==")
 
 
 def multiplication(kind, m, k, n):
-    """A function that multiplies [m, k] by [k, n] in the number format `kind`, or raises where that is not possible."""
+    """A function that multiplies [m, k] by [k, n] in the number format `kind`, or raises where that is not possible.
+    FP8 products are added up as TE does in backward, "FP8 fast" as in forward (see the variations below)."""
     dtype = {"FP32": torch.float32, "FP16": torch.float16}.get(kind, torch.bfloat16)
     a, b = torch.randn(m, k, device=DEVICE, dtype=dtype), torch.randn(k, n, device=DEVICE, dtype=dtype)
-    if kind != "FP8":
+    if "FP8" not in kind:
         return lambda: a @ b
     a, b, one = a.to(E4M3), b.t().contiguous().to(E4M3).t(), torch.ones((), device=DEVICE)
-    return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=kind == "FP8 fast")
 
 
-def burst(function, calls):
-    """A function that makes several calls at once: on a GPU one CUDA graph, so that launching small ones does not count."""
-    function()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                function()
-        return graph.replay
-    except RuntimeError:
-        return lambda: [function() for _ in range(calls)]
-
-
-def gemm_rate(kind, m, k, n, seconds=0.3):
+def gemm_rate(kind, m, k, n, seconds=0.2):
     """TFLOP/s of one matrix multiplication, sustained for about `seconds`; None where it does not run."""
     calls = 20 if m * k * n < 2**37 else 4
     try:
@@ -1781,7 +1819,11 @@ SIZE = SETTINGS.gemm_size
 NO_BENCHMARK = "--benchmark off" if SETTINGS.benchmark == "off" else "several processes disturb each other's times" if WORLD > 1 else ""
 BENCHMARK = not NO_BENCHMARK
 kinds = {p.name.split()[0] if "FP4" not in p.name else "FP8" for p in RUNS} & {"FP32", "FP16", "BF16", "FP8"}
-CEILING = {kind: rate for kind in sorted(kinds) if BENCHMARK and (rate := gemm_rate(kind, SIZE, SIZE, SIZE))}
+CEILING = {}  # {format: TFLOP/s}
+for kind in sorted(kinds) if BENCHMARK else []:
+    rates = [gemm_rate(way, SIZE, SIZE, SIZE) for way in ([kind, "FP8 fast"] if kind == "FP8" else [kind])]
+    if any(rates):
+        CEILING[kind] = max(filter(None, rates))
 if CEILING:
     print(f"Square matrix multiplication of size {SIZE} on this machine:",
           ", ".join(f"{k} {rate:.3g} TFLOP/s" for k, rate in CEILING.items()))
@@ -1820,7 +1862,7 @@ class Row:
     compiled: str = ""
     graph: bool = False
     tf32: bool = False
-    declare: bool = False  # TE gets Q, K and V as one declared tensor
+    options: dict = dataclasses.field(default_factory=dict)  # of the Trainer
     trainer: Trainer = None
     peak_gb: float = None
     held_gb: float = None  # while it waits for its turn
@@ -1830,16 +1872,15 @@ class Row:
 
     def build(self, trainers):
         """Make the trainer, or take that of a row which differs only in how it is launched. Returns why it does not work, or ""."""
-        key = (self.kit.name, self.precision.name, self.compiled, self.declare)
+        key = (self.kit.name, id(self.precision), self.compiled, *self.options)
         if DEVICE == "cuda":
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         if key not in trainers:
             resting = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-            trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled,
-                                    **({"declare": True} if self.declare else {}))
-            trainers[key].tokens, trainers[key].targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
-            trainers[key].resting, self.first_loss = resting, trainers[key].run().item()
+            trainers[key] = Trainer(self.kit, self.precision, SETTINGS.bench_batch, compiled=self.compiled, **self.options)
+            trainers[key].resting = resting
+            self.first_loss = trainers[key].run(*next(batches(SETTINGS.seed, SETTINGS.bench_batch))).item()
         self.trainer = trainers[key]
         reason = self.trainer.capture() if self.graph else ""
         if not reason:
@@ -1878,24 +1919,68 @@ class Row:
                 "share_of_gemm": tflops / ceiling if ceiling and not self.tf32 else None,
                 "peak_memory_gb": self.peak_gb, "first_loss": self.first_loss}
 
+# %% [markdown]
+# `torch.compile` joins small kernels into larger ones. The PyTorch model is compiled whole; of the TE model only the two
+# ends (embedding, final norm, loss), since TE's modules are compiled already. In the training above it was left out: it
+# would have taken longer than it saves.
+#
+# TE's rows differ in more than the launch. Three variations of the FP8 row follow it:
+#
+# - *QKV declared*: the packed tensor is handed to TE whole, as it prefers (section 4).
+# - *fast accumulation*: the tensor cores of Hopper and Ada add FP8 products up with fewer bits than FP32 has. In
+#   backward, TE moves the sums to FP32 registers now and then, a *split accumulator*, which takes time. A recipe can tell
+#   it not to.
+# - *FP8 weights*: `quantized_model_init` makes a model that keeps its matrices in FP8 alone. The optimizer holds the FP32
+#   masters and casts after each step; the forward pass casts nothing.
+
+# %%
+def why_not_compile():
+    """Try torch.compile on this device; return what went wrong, or ""."""
+    if DEVICE != "cuda" and SETTINGS.benchmark != "full":
+        return "takes longer to compile than it saves on a CPU (--benchmark full tries it)"
+    try:
+        torch.compile(lambda x: (x * 2).sum())(torch.ones(64, device=DEVICE))
+        return ""
+    except Exception as error:
+        return f"torch.compile fails: {in_a_line(error)}"
+
+
+def fast_accumulation(precision):
+    """The same precision with a recipe of its own that adds products up the fast way in backward too; None where that is fixed."""
+    if not precision or precision.name not in ("FP8 delayed", "FP8 current"):
+        return None
+    made = make_recipe(precision.name)
+    made.fp8_gemm_dgrad = made.fp8_gemm_wgrad = recipe.MMParams(use_split_accumulator=False)
+    return dataclasses.replace(precision, recipe=made)
+
+
+FAST = fast_accumulation(FP8)
+
 # %%
 def ladder():
     """The rows that exist on this machine, in the order in which they are printed."""
+    no_compile = why_not_compile()
+    ends = "" if no_compile else "ends"
     rows = [Row("PyTorch FP32", TORCH_KIT, PRECISIONS["FP32"])]
     if DEVICE == "cuda" and MACHINE.capability >= (8, 0):
         rows.append(Row("PyTorch TF32", TORCH_KIT, PRECISIONS["FP32"], tf32=True))
     if BASE.name != "FP32":
         rows.append(Row(f"PyTorch {BASE.name}", TORCH_KIT, BASE))
-    if not NO_COMPILE:
+    if no_compile:
+        skip("torch.compile", no_compile)
+    else:
         rows.append(Row(f"PyTorch {BASE.name} + compile", TORCH_KIT, BASE, "all"))
         if DEVICE == "cuda":
             rows.append(Row(f"PyTorch {BASE.name} + compile + graph", TORCH_KIT, BASE, "all", True))
     if USE_TE:
         for p in [BASE, FP8] if FP8 else [BASE]:
-            rows += [Row(f"TE {p.name}", TE_KIT, p, ENDS), Row(f"TE {p.name} + graph", TE_KIT, p, ENDS, True)]
+            rows += [Row(f"TE {p.name}", TE_KIT, p, ends), Row(f"TE {p.name} + graph", TE_KIT, p, ends, True)]
         if FP8:
-            rows.append(Row(f"TE {FP8.name} + graph, QKV declared", TE_KIT, FP8, ENDS, True, declare=True))
-        rows += [Row(f"TE {p.name} + graph", TE_KIT, p, ENDS, True) for p in FP8S if p is not FP8]
+            title = f"TE {FP8.name} + graph, "
+            rows += [Row(title + "QKV declared", TE_KIT, FP8, ends, True, options={"declare": True}),
+                     *([Row(title + "fast accumulation", TE_KIT, FAST, ends, True)] if FAST else []),
+                     Row(title + "FP8 weights", TE_KIT, FP8, ends, True, options={"fp8_weights": True})]
+        rows += [Row(f"TE {p.name} + graph", TE_KIT, p, ends, True) for p in FP8S if p is not FP8]
     return rows
 
 
@@ -1903,19 +1988,29 @@ def memory_is_short(group):
     """Might another row not fit beside those of the group? It may need as much as the largest, and eager rows need room to run."""
     if DEVICE != "cuda":
         return False
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()  # what a graph holds is not free, even where nothing is allocated in it
+    free = torch.cuda.mem_get_info()[0]
     return free < 1e9 * (max(r.peak_gb for r in group) + max(r.peak_gb - r.held_gb for r in group))
 
 
 def run_ladder(rows):
     """Build and time the rows, taking turns. When memory runs short: time those that are there, free them, go on."""
     done, group, trainers, bar = [], [], {}, progress_bar(len(rows), "benchmark")
-    torch.compiler.reset()  # other shapes than in training: compile for these alone
+
+    def drop(row, reason):
+        """Say why a row is missing, and free its trainer unless another row uses it."""
+        skip(f"benchmark row {row.name}", reason)
+        row.trainer = None
+        for key in [key for key, trainer in trainers.items() if all(trainer is not r.trainer for r in group)]:
+            del trainers[key]
 
     def finish_group():
-        for _ in range(5):
-            for row in group:
-                row.run(max(1, SETTINGS.bench_steps // 5))
+        for row in [row for _ in range(5) for row in group]:
+            try:
+                row.run(max(1, SETTINGS.bench_steps // 5)) if row in group else None
+            except torch.OutOfMemoryError:
+                group.remove(row)
+                drop(row, "not enough GPU memory")
         done.extend(row.figures() for row in group)
         for row in group:
             row.trainer = None
@@ -1928,12 +2023,10 @@ def run_ladder(rows):
             finish_group()  # the FP32 rows are slow, large and no rivals: they keep to themselves
         try:
             reason = row.build(trainers)
-        except torch.OutOfMemoryError:
-            row.trainer, reason = None, "not enough GPU memory"
-            for key in [key for key, trainer in trainers.items() if all(trainer is not r.trainer for r in group)]:
-                del trainers[key]  # built, but too large to run
+        except Exception as error:  # whatever it is, it takes out this row alone
+            reason = "not enough GPU memory" if isinstance(error, torch.OutOfMemoryError) else in_a_line(error)
         if reason:
-            skip(f"benchmark row {row.name}", reason)
+            drop(row, reason)
         else:
             group.append(row)
         if bar:
@@ -2007,10 +2100,13 @@ def findings(rows, base, fp8):
     eager = next((r for r in rows if r["row"] == f"PyTorch {base}"), plain)
     if plain is not eager and plain["ms_median"] < eager["ms_median"]:
         said.append(f"PyTorch alone gains too: {plain['row']} is {compare(plain['ms_median'], eager['ms_median'], spread(plain, eager))} {eager['row']}.")
-    declared = next((r for r in rows if "declared" in r["row"]), None)
-    split = declared and next((r for r in rows if r["row"] == declared["row"].removesuffix(", QKV declared")), None)
-    if split:
-        said.append(f"Splitting Q, K and V ourselves is {compare(split['ms_median'], declared['ms_median'], spread(split, declared))} declaring them.")
+    for changed in rows:  # the variations of a row
+        usual = next((r for r in rows if changed["row"].startswith(r["row"] + ", ")), None)
+        if usual:
+            memory = changed["peak_memory_gb"], usual["peak_memory_gb"]
+            said.append(f"With {changed['row'].removeprefix(usual['row'] + ', ')}, a step is "
+                        + compare(changed["ms_median"], usual["ms_median"], spread(changed, usual))
+                        + (f" without, and takes {compare(*memory, 0.005 * memory[1], MEMORY_WORDS)} without." if all(memory) else " without."))
     return said
 
 
@@ -2025,6 +2121,9 @@ if LADDER:
     if any(r["share_of_gemm"] for r in LADDER):
         top = max((r for r in LADDER if r["share_of_gemm"]), key=lambda r: r["share_of_gemm"])
         check("no row beats the ceiling", top["share_of_gemm"] <= 1, f"highest share {top['share_of_gemm']:.0%} ({top['row']})")
+    if any(r["row"].endswith("fast accumulation") for r in LADDER):
+        split, fast = RESULTS["tour"][-1]["db"][FP8.name][1], visit("Block (ours)", [FAST])["db"][FP8.name][1]
+        check("fast accumulation keeps the gradients", fast > split - 1, f"worst gradient of a block {fast:.1f} dB, {split:.1f} with the split accumulator")
 
 # %% [markdown]
 # ### From which width does FP8 pay?
@@ -2055,14 +2154,12 @@ def bandwidth():
 
 def cross(width, rows, layers=2):
     """Step times (ms) of a small model of this width in BASE and FP8, by graph and from Python, and the prediction for the graph."""
-    heads = width // (128 if width >= 2048 else 64)
+    heads = nearest_heads(width, width // (128 if width >= 2048 else 64))
     s = dataclasses.replace(SETTINGS, d_model=width, n_heads=heads, d_ff=4 * width, n_layers=layers)
     found = {"width": width, "tokens": rows * s.seq}
-    torch.compiler.reset()  # TE compiles a few functions of its own, each for the shapes it sees first
     for p in (BASE, FP8):
         trainer = Trainer(TE_KIT, p, rows, s)
-        trainer.tokens, trainer.targets = (t.to(DEVICE) for t in next(batches(s.seed, rows, s)))
-        trainer.run()
+        trainer.run(*next(batches(s.seed, rows, s)))
         found[p.name, "eager"] = time_ms(trainer.run, 8)
         if reason := trainer.capture():
             raise Stop(reason)
@@ -2078,7 +2175,7 @@ def cross(width, rows, layers=2):
 SWEEP = []
 if BENCHMARK and FP8 and "FP8" in CEILING and fastest(LADDER, "TE", FP8.name, True):
     BANDWIDTH = bandwidth()
-    wide = [256, 512, 768, 1024, 1536, 2048, 3072, 4096] if SETTINGS.benchmark == "full" else [256, 512, 1024, 2048]
+    wide = sorted({256, 512, 2048, SETTINGS.d_model, *([768, 1024, 1536, 3072, 4096] if SETTINGS.benchmark == "full" else [])})
     sizes = [SETTINGS.bench_batch]
     if SETTINGS.benchmark == "full" and SETTINGS.bench_batch // 4 * SETTINGS.seq % 16 == 0:
         sizes.insert(0, max(1, SETTINGS.bench_batch // 4))
@@ -2148,9 +2245,8 @@ def ledger(precision):
     gc.collect()
     resting = torch.cuda.memory_allocated()
     trainer = Trainer(KIT, precision, SETTINGS.bench_batch)
-    trainer.tokens, trainer.targets = (t.to(DEVICE) for t in next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
-    for _ in range(2):
-        trainer.step()
+    trainer.run(*next(batches(SETTINGS.seed, SETTINGS.bench_batch)))
+    trainer.step()
     trainer.optimizer.clear()
     o, count = trainer.optimizer, lambda tensors: sum(t.numel() for t in tensors)
     predicted = {"master weights": 4 * count(o.weights), "AdamW": 8 * count(o.weights),
@@ -2171,8 +2267,8 @@ def ledger(precision):
 
 RESULTS["memory"] = [ledger(p) for p in [BASE, *([FP8] if FP8 else [])]] if DEVICE == "cuda" else []
 if RESULTS["memory"]:
-    print_table(["GB", *(r["precision"] for r in RESULTS["memory"])],
-                [[item, *(f"{r[item] / 1e9:.3f}" for r in RESULTS["memory"])] for item in RESULTS["memory"][0] if item != "precision"])
+    print_table(["MB", *(r["precision"] for r in RESULTS["memory"])],
+                [[item, *(f"{r[item] / 1e6:,.1f}" for r in RESULTS["memory"])] for item in RESULTS["memory"][0] if item != "precision"])
     for r in RESULTS["memory"]:
         check(f"the memory ledger adds up ({r['precision']})", abs(r["predicted"] / r["between steps"] - 1) < 0.1,
               f"{r['predicted'] / 1e9:.3f} GB predicted between steps, {r['between steps'] / 1e9:.3f} measured")
@@ -2405,7 +2501,7 @@ try:
 except ImportError:
     skip("the figure", "matplotlib is not installed (pip install matplotlib)")
 except Exception as error:  # a picture is not worth losing the report
-    skip("the figure", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}")
+    skip("the figure", in_a_line(error))
 
 # %%
 write_results()

@@ -133,7 +133,7 @@ def standin():
 CLASSES = ("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "DotProductAttention",
            "MultiheadAttention", "TransformerLayer", "autocast")
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
-           "NVFP4BlockScaling")
+           "NVFP4BlockScaling", "MMParams")
 FUNCTIONS = ("quantized_model_init", "fp8_autocast", "fp8_model_init", "is_fp8_available",
              "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available",
              "is_bf16_available", "get_default_recipe", "get_cudnn_version",

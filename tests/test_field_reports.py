@@ -314,13 +314,15 @@ def ladder_rows():
     seen, begin, run = {}, Trainer.__init__, Trainer.run
     def init(self, kit, precision, rows, *args, **kwargs):
         begin(self, kit, precision, rows, *args, **kwargs)
-        self.fresh = weights_of(self.model)
+        masters = {id(p): master for p, master in self.optimizer.quantized}  # of weights in FP8
+        self.fresh = {short(n): masters.get(id(p), p).detach().float().clone() for n, p in self.model.named_parameters()}
     def first(self, *args):
+        result = run(self, *args)
         if id(self) not in seen:
             drops = [m.p for m in self.model.modules() if isinstance(m, nn.Dropout)]
             drops += [getattr(m, name) for m in self.model.modules() for name in ("attention_dropout", "hidden_dropout") if isinstance(getattr(m, name, None), float)]
             seen[id(self)] = (self, self.fresh, self.tokens.clone(), self.targets.clone(), drops, self.model.training)
-        return run(self, *args)
+        return result
     Trainer.__init__, Trainer.run = init, first
     try:
         done = run_ladder(ladder())

@@ -91,6 +91,7 @@ SETTINGS = types.SimpleNamespace(install="auto", install_minutes=given["minutes"
 OUT = Path(given["out"])
 MACHINE = types.SimpleNamespace(capability=(9, 0), gpu="NVIDIA H200", device="cuda")
 sys.stdout.reconfigure(line_buffering=True)
+in_a_line = lambda error: f"{type(error).__name__}: {error}"
 find_spec = importlib.util.find_spec
 if given["no_pip"]:
     importlib.util.find_spec = lambda name, *rest: None if name == "pip" else find_spec(name, *rest)

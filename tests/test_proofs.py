@@ -125,6 +125,23 @@ def test_rows_that_train_other_models_are_noticed(tutorial):
     assert done.verdicts["every row starts from the same loss"] is False and done.verdicts["the benchmark measured every row"]
 
 
+VARIATIONS = {'title + "fast accumulation", TE_KIT, FAST, ends, True': 'title + "fast accumulation", TE_KIT, FAST, ends, False',
+              'title + "FP8 weights", TE_KIT, FP8, ends, True': 'title + "FP8 weights", TE_KIT, FP8, ends, False'}  # without graphs they run here too
+
+
+def test_variations_of_the_fp8_row(tutorial):
+    done = tutorial(*TINY, gpu="9.0", te=True, replace=VARIATIONS)
+    rows = {r["row"]: r for r in done.results["benchmark"]}
+    assert {"TE FP8 delayed + graph, fast accumulation", "TE FP8 delayed + graph, FP8 weights"} <= rows.keys()
+    assert done.verdicts["every row starts from the same loss"] and done.verdicts["fast accumulation keeps the gradients"]
+
+
+def test_an_accumulation_that_costs_accuracy_is_noticed(tutorial):
+    coarse = {"    made.fp8_gemm_dgrad =": "    made.margin = 14\n    made.fp8_gemm_dgrad ="}
+    done = tutorial(*TINY, gpu="9.0", te=True, replace={**VARIATIONS, **coarse})
+    assert done.verdicts["fast accumulation keeps the gradients"] is False
+
+
 def test_a_poisoned_loss_stops_the_run(tutorial):
     done = tutorial(*GPU, gpu="9.0", te=True, replace={"= trainer.run(*next(source))": "= trainer.run(*next(source)) * (math.nan if step == 7 else 1)"})
     assert done.code == 1 and "the loss was nan at step 8" in done.results["stopped"]

@@ -8,6 +8,7 @@ import copy
 import functools
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -666,6 +667,39 @@ def rule_quantized_parameters():
     train(te, linear, rand(16, 64), recipe.DelayedScaling())
     with pytest.raises(RuntimeError), no_warnings():
         train(te, linear, rand(16, 64), recipe.Float8CurrentScaling())
+
+
+def rule_weight_gradients_go_where_they_are_told():
+    te, recipe, _ = modules()
+    found = {}
+    for overwrite in (False, True):
+        linear = te.Linear(64, 64)
+        linear.fuse_wgrad_accumulation = True
+        linear.weight.main_grad = torch.ones(64, 64, device="cuda")
+        linear.weight.overwrite_main_grad = overwrite
+        with bf16():
+            train(te, linear, rand(16, 64), recipe.DelayedScaling())
+        assert linear.weight.grad is None and linear.bias.grad is not None
+        assert linear.weight.main_grad.dtype == torch.float32
+        found[overwrite] = linear.weight.main_grad
+    assert torch.allclose(found[False], found[True] + 1, atol=1e-4) and found[True].abs().mean() > 0.1
+
+
+def rule_quantized_parameters_take_new_values():
+    te, recipe, _ = modules()
+    with te.quantized_model_init(enabled=True, recipe=recipe.DelayedScaling()):
+        linear = te.Linear(64, 64)
+    linear.fuse_wgrad_accumulation = linear.weight.overwrite_main_grad = True
+    linear.weight.main_grad = torch.zeros(64, 64, device="cuda")
+    master = rand(64, 64, dtype=torch.float32)
+    for step in range(3):  # the scale of a weight follows from what it was given before
+        linear.weight.quantize_(master)
+        with bf16():
+            train(te, linear, rand(16, 64), recipe.DelayedScaling())
+        assert linear.weight.grad is None and linear.weight.main_grad.abs().sum() > 0
+        off = (linear.weight.dequantize().float() - master).norm() / master.norm()
+        assert off < 0.05
+    assert math.isclose(linear.fp8_meta["scaling_fwd"].scale[1].item(), 448 / master.abs().max().item(), rel_tol=1e-6)
 
 
 def rule_fused_adam_refuses_capturable_with_quantized_parameters():

@@ -20,6 +20,11 @@ class Format(enum.Enum):
     HYBRID = _FormatHelper(max_fwd=448, max_bwd=57344)
 
 
+@dataclasses.dataclass(frozen=True)
+class MMParams:
+    use_split_accumulator: bool = True
+
+
 class ValidationError(ValueError):
     """Stands for pydantic_core.ValidationError."""
 
@@ -128,6 +133,9 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     use_power_2_scales: bool = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
     fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
 
     def __post_init__(self):
         self._refuse_pure_e5m2()

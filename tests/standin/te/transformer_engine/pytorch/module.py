@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .quantization import FP8GlobalStateManager, RecipeState
-from .quantized_tensor import Float8Tensor
+from .quantized_tensor import Float8Tensor, QuantizedTensor
 from .utils import assert_dim_for_fp8_exec, fail_if_told, need_cuda, unsupported
 
 
@@ -31,6 +31,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
         self._fp8_workspaces = {}
         self.activation_dtype = None
+        self.fuse_wgrad_accumulation = False
 
     # ---- Parameters
 
@@ -42,6 +43,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if column is not None and self.primary_weights_in_fp8:
             quantizer = self.quantizers["scaling_fwd"][column]
             parameter = Float8Tensor(quantizer(value.detach().view(shape))[0].to(dtype))
+            parameter._quantizer = quantizer
             keep = FP8GlobalStateManager.quantization_state.high_precision_init_val
             if keep:
                 parameter.get_high_precision_init_val = lambda: value.detach().cpu()
@@ -122,7 +124,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def prepare_forward(self, inp, num_gemms=1):
         self.set_activation_dtype(inp)
         self.init_fp8_metadata(num_gemms)
-        if self.fp8 and self.primary_weights_in_fp8:
+        if self.fp8 and self.primary_weights_in_fp8 and hasattr(self, "quantized_for"):  # attention has no weights
             made_for = self.quantized_for
             if not isinstance(self.fp8_meta["recipe"], made_for):
                 raise RuntimeError(f"Recipe mismatch for 'weight': tensor supports recipe "
@@ -140,6 +142,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def gemm(self, inp, weight, bias, which=0, is_first_microbatch=None):
         """inp @ weight.T + bias in the precision of the moment. which: 0 for fc1, 1 for fc2."""
         plan = GemmPlan(self, which, is_first_microbatch)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            plan.main_grad, plan.overwrite = weight.main_grad, getattr(weight, "overwrite_main_grad", False)
         if torch.is_grad_enabled():
             if self.fp8 and any(t is not None and t.requires_grad for t in (inp, weight, bias)):
                 plan.update_backward = FP8GlobalStateManager.is_first_fp8_module()
@@ -181,6 +185,7 @@ class GemmPlan:
 
     def __init__(self, module, which, is_first_microbatch):
         self.dtype, self.update_backward = module.activation_dtype, False
+        self.main_grad, self.overwrite = None, False  # where the weight gradient goes instead of .grad
         self.recipe = module.fp8_meta["recipe"] if module.fp8 else None
         if self.recipe is not None:
             forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
@@ -205,7 +210,9 @@ class _Gemm(torch.autograd.Function):
         fail_if_told(plan.recipe, "forward")
         with torch.autocast("cuda", enabled=False):
             if plan.recipe is not None:
-                (x, x_columns), (w, w_columns) = plan.input(inp), plan.weight(weight)
+                x, x_columns = plan.input(inp)
+                in_fp8 = isinstance(weight, QuantizedTensor)  # already: taken as it is
+                w, w_columns = (weight.detach().float(),) * 2 if in_fp8 else plan.weight(weight)
             else:
                 x = x_columns = inp.to(plan.dtype).float()
                 w = w_columns = weight.to(plan.dtype).float()
@@ -235,7 +242,12 @@ class _Gemm(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dgrad = (dy @ w).to(plan.dtype)
             if ctx.needs_input_grad[1]:
-                wgrad = (dy_columns.t() @ x).to(plan.dtype)
+                wgrad = dy_columns.t() @ x
+                if plan.main_grad is None:
+                    wgrad = wgrad.to(plan.dtype)
+                else:
+                    plan.main_grad.copy_(wgrad) if plan.overwrite else plan.main_grad.add_(wgrad)
+                    wgrad = None
         if plan.update_backward:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return dgrad, wgrad, grad_bias, None

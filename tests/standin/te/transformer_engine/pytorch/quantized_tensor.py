@@ -91,4 +91,8 @@ class QuantizedTensor(torch.nn.Parameter):
 
 
 class Float8Tensor(QuantizedTensor):
-    pass
+    @torch.no_grad()
+    def quantize_(self, tensor, *, noop_flag=None):
+        """Take new values, cast with the scale of the moment; the amax is recorded."""
+        self.copy_(self._quantizer(tensor.detach())[0])
+        return self
