@@ -158,11 +158,11 @@ def test_figures_of_a_single_time():
 
 # --------------------------------------------------------------------------- words that follow the numbers
 
-WORDS = script_names("compare", "MEMORY_WORDS", "fastest", "spread", "findings", "pays_from", "answer", "print_ladder")
+WORDS = script_names("compare", "compare_memory", "fastest", "unsure", "findings", "pays_from", "answer", "print_ladder")
 
 
-def row(name, kit, ms, precision="BF16", graph=False, iqr=0.1, launch=0.5, peak=2.0):
-    return {"row": name, "kit": kit, "precision": precision, "graph": graph, "ms_median": ms, "ms_iqr": iqr, "cpu_launch_ms": launch, "tokens_per_s": 8e6 / ms,
+def row(name, kit, ms, precision="BF16", graph=False, changes="", iqr=0.1, launch=0.5, peak=2.0):
+    return {"row": name, "changes": changes, "kit": kit, "precision": precision, "graph": graph, "ms_median": ms, "ms_iqr": iqr, "steps": 36, "cpu_launch_ms": launch, "tokens_per_s": 8e6 / ms,
             "tflops": 40 / ms, "share_of_gemm": 0.4 if kit == "TE" else None, "peak_memory_gb": peak if kit == "TE" else None}
 
 
@@ -174,23 +174,34 @@ def test_time_in_words(new, old, spread, words):
     assert WORDS.compare(new, old, spread) == words
 
 
-@pytest.mark.parametrize("new, old, words", [(2.0, 3.0, "1.50x less memory than"), (3.0, 2.0, "1.50x more memory than"), (2.0, 2.0, "as much memory as")])
+@pytest.mark.parametrize("new, old, words", [(2.0, 3.0, "33% less memory than"), (3.0, 2.0, "50% more memory than"), (2.0, 2.05, "as much memory as")])
 def test_memory_in_words(new, old, words):
-    assert WORDS.compare(new, old, 0.01, WORDS.MEMORY_WORDS) == words
+    assert WORDS.compare_memory(new, old, 0.1) == words
+
+
+def test_how_far_a_median_can_be_trusted():
+    """1.9 IQR / sqrt(n): 95% of the medians of 30 normal times lie that near to the true one."""
+    torch.manual_seed(0)
+    times = 10 + torch.randn(4000, 30)
+    q1, median, q3 = torch.quantile(times, torch.tensor([0.25, 0.5, 0.75]), dim=1)
+    margins = torch.tensor([WORDS.unsure({"ms_iqr": iqr, "steps": 30}) for iqr in (q3 - q1).tolist()])
+    assert 0.92 < ((median - 10).abs() < margins).float().mean() < 0.98
+    assert WORDS.unsure({"ms_iqr": 1.0, "steps": 30}, {"ms_iqr": 2.0, "steps": 30}) == 2 * WORDS.unsure({"ms_iqr": 1.0, "steps": 30})
 
 
 def test_fastest_row():
     rows = [row("a", "PyTorch", 3.0), row("b", "TE", 2.0), row("c", "TE", 1.0, graph=True), row("d", "TE", 1.5, "FP8 delayed", True)]
-    assert WORDS.fastest(rows)["row"] == "c" and WORDS.fastest(rows, "TE", graph=False)["row"] == "b"
-    assert WORDS.fastest(rows, "TE", "FP8 delayed")["row"] == "d" and WORDS.fastest(rows, "PyTorch", graph=True) is None and WORDS.fastest([]) is None
+    assert WORDS.fastest(rows, "TE")["row"] == "c" and WORDS.fastest(rows, "PyTorch")["row"] == "a"
+    assert WORDS.fastest(rows, "TE", "FP8 delayed")["row"] == "d" and WORDS.fastest(rows, "PyTorch", "FP8 delayed") is None and WORDS.fastest([], "TE") is None
 
 
 def test_table_of_the_ladder(capsys):
-    WORDS.print_ladder([row("PyTorch BF16", "PyTorch", 8.0), row("PyTorch BF16 + compile", "PyTorch", 4.0), row("TE BF16", "TE", 5.0), row("TE FP8", "TE", 2.0, iqr=0.25)])
+    WORDS.print_ladder([row("PyTorch BF16", "PyTorch", 8.0), row("PyTorch BF16 + compile", "PyTorch", 4.0, changes="PyTorch BF16"),
+                        row("TE BF16", "TE", 5.0, changes="PyTorch BF16"), row("TE FP8", "TE", 2.0, iqr=0.25, changes="a row that is not there")])
     head, _, *lines = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
     column = {title: [line[i] for line in lines] for i, title in enumerate(head)}
     assert column["row"][0] == "PyTorch BF16" and column["ms (IQR)"][3] == "2.00 (0.25)" and column["tokens/s"][0] == "1,000,000"
-    assert column["above"] == ["-", "2.00x", "0.80x", "2.50x"]
+    assert column["gain"] == ["-", "2.00x", "1.60x", "-"]
     assert column["best PyTorch"] == ["0.50x", "1.00x", "0.80x", "2.00x"]
     assert column["share"] == ["-", "-", "40%", "40%"] and column["peak GB"] == ["-", "-", "2.00", "2.00"]
 
@@ -202,7 +213,7 @@ def full_ladder(**ms):
             row("TE BF16", "TE", times["bf16"]), row("TE BF16 + graph", "TE", times["bf16_graph"], graph=True),
             row("TE FP8 delayed", "TE", times["fp8"], "FP8 delayed", launch=times.get("launch", 1.0)),
             row("TE FP8 delayed + graph", "TE", times["fp8_graph"], "FP8 delayed", True),
-            row("TE FP8 delayed + graph, QKV declared", "TE", times["declared"], "FP8 delayed", True, peak=times.get("peak", 2.0))]
+            row("TE FP8 delayed + graph, QKV declared", "TE", times["declared"], "FP8 delayed", True, "TE FP8 delayed + graph", peak=times.get("peak", 2.0))]
 
 
 def said(rows, about, fp8="FP8 delayed"):
@@ -215,16 +226,18 @@ def said(rows, about, fp8="FP8 delayed"):
 @pytest.mark.parametrize("about, ms, words", [
     ("Launched from Python", dict(fp8=9.0), "FP8 delayed is 1.12x slower than BF16"),
     ("Launched from Python", dict(fp8=4.0), "FP8 delayed is 2.00x faster than BF16"),
-    ("Launched from Python", dict(fp8=8.05), "FP8 delayed is as fast as BF16"),
+    ("Launched from Python", dict(fp8=8.02), "FP8 delayed is as fast as BF16"),
     ("As a CUDA graph", dict(fp8_graph=2.0), "1.50x faster than BF16"),
     ("As a CUDA graph", dict(fp8_graph=4.5, declared=6.0), "1.50x slower than BF16"),
-    ("best plain PyTorch", dict(fp8_graph=2.0), "2.00x faster than the best plain PyTorch row, PyTorch BF16 + compile + graph"),
-    ("best plain PyTorch", dict(fp8_graph=8.0, declared=8.0), "2.00x slower than the best plain PyTorch row"),
-    ("best plain PyTorch", dict(eager=1.0), "2.00x slower than the best plain PyTorch row, PyTorch BF16."),
+    ("As a CUDA graph", dict(fp8_graph=2.0, declared=1.0), "1.50x faster than BF16"),  # a variation does not stand for the row
+    ("fastest plain PyTorch", dict(fp8_graph=2.0), "The fastest FP8 delayed row, TE FP8 delayed + graph, is 2.00x faster than the fastest plain PyTorch row, PyTorch BF16 + compile + graph"),
+    ("fastest plain PyTorch", dict(declared=1.0), "TE FP8 delayed + graph, QKV declared, is 4.00x faster than"),
+    ("fastest plain PyTorch", dict(fp8_graph=8.0, declared=8.0), "2.00x slower than the fastest plain PyTorch row"),
+    ("fastest plain PyTorch", dict(eager=1.0), "2.00x slower than the fastest plain PyTorch row, PyTorch BF16."),
     ("PyTorch alone gains", dict(eager=6.0), "PyTorch BF16 + compile + graph is 1.50x faster than PyTorch BF16"),
     ("With QKV declared", dict(declared=2.5), "a step is 1.25x slower than without, and takes as much memory as without."),
-    ("With QKV declared", dict(declared=1.0, peak=1.0), "2.00x faster than without, and takes 2.00x less memory than without."),
-    ("With QKV declared", dict(declared=2.0, peak=3.0), "as fast as without, and takes 1.50x more memory than without."),
+    ("With QKV declared", dict(declared=1.0, peak=1.0), "2.00x faster than without, and takes 50% less memory than without."),
+    ("With QKV declared", dict(declared=2.0, peak=3.0), "as fast as without, and takes 50% more memory than without."),
     ("With QKV declared", dict(declared=2.5, peak=None), "1.25x slower than without."),
 ])
 def test_sentences_follow_the_times(about, ms, words):
@@ -232,7 +245,7 @@ def test_sentences_follow_the_times(about, ms, words):
 
 
 def test_a_gpu_that_waits_for_python_is_named_only_where_it_does():
-    assert "the GPU waits for Python" in said(full_ladder(fp8=9.0, launch=8.5), "Launched from Python")
+    assert "the GPU waits" in said(full_ladder(fp8=9.0, launch=8.5), "Launched from Python")
     assert "waits" not in said(full_ladder(fp8=9.0, launch=2.0), "Launched from Python")
 
 
@@ -246,19 +259,18 @@ def test_no_sentence_about_rows_that_are_not_there():
 
 # --------------------------------------------------------------------------- the width from which FP8 pays
 
-@pytest.mark.parametrize("points, width", [
-    ([(256, 0.8), (512, 0.9), (1024, 1.1), (2048, 1.5)], 768),  # half way between 0.9 and 1.1
-    ([(2048, 1.5), (256, 0.8), (1024, 1.1), (512, 0.9)], 768),  # in any order
-    ([(256, 1.2), (512, 0.9), (1024, 1.1)], 768),  # a lucky narrow width does not count
-    ([(256, 1.1), (512, 1.3)], 256), ([(256, 0.8), (512, 0.9)], None), ([(256, 1.3), (512, 1.0)], None), ([(512, 1.5)], 512), ([(512, 0.5)], None),
+@pytest.mark.parametrize("points, found", [
+    ([(256, 0.8), (512, 0.9), (1024, 1.1), (2048, 1.5)], (512, 768, 1024)),  # half way between 0.9 and 1.1
+    ([(2048, 1.5), (256, 0.8), (1024, 1.1), (512, 0.9)], (512, 768, 1024)),  # in any order
+    ([(256, 1.2), (512, 0.9), (1024, 1.1)], (512, 768, 1024)),  # a lucky narrow width does not count
+    ([(256, 1.1), (512, 1.3)], (None, 256, 256)), ([(256, 0.8), (512, 0.9)], None), ([(256, 1.3), (512, 1.0)], None), ([(512, 1.5)], (None, 512, 512)), ([(512, 0.5)], None),
 ])
-def test_width_from_which_fp8_pays(points, width):
-    found = WORDS.pays_from(points)
-    assert found is None if width is None else math.isclose(found, width)
+def test_width_from_which_fp8_pays(points, found):
+    assert WORDS.pays_from(points) == (found and pytest.approx(found))
 
 
 @pytest.mark.parametrize("points, words", [
-    ([(256, 0.8), (512, 0.9), (1024, 1.1)], "here: FP8 pays from width about 768"), ([(256, 1.1), (512, 1.3)], "here: FP8 pays from width at most 256"),
+    ([(256, 0.8), (512, 0.9), (1024, 1.1)], "here: FP8 pays from a width between 512 and 1024 (about 768)"), ([(256, 1.1), (512, 1.3)], "here: FP8 pays from width 256 at the latest"),
     ([(256, 1.1), (512, 0.9)], "here: FP8 does not pay at any width up to 512"),
 ])
 def test_answer_in_words(points, words):
@@ -285,7 +297,7 @@ def test_predicted_break_even():
         return {("BF16", None): 9.0, ("BF16", True): 5.0, ("FP8 delayed", None): 8.0, ("FP8 delayed", True): 4.0}[trainer.precision.name, trainer.graph]
 
     Settings = script_names("Settings").Settings
-    names = script_names("cross", Trainer=Trainer, time_ms=time_ms, BASE=base, FP8=fp8, SETTINGS=Settings(seq=64), TE_KIT=None, DEVICE="cpu", BANDWIDTH=1e12, Stop=Exception,
+    names = script_names("cross", Trainer=Trainer, time_ms=time_ms, BASE=base, FP8=fp8, SETTINGS=Settings(seq=64), TE_KIT=None, DEVICE="cpu", BANDWIDTH=1e12, TRANSPOSED=True, Stop=Exception,
                          batches=lambda *a: iter([(torch.zeros(1), torch.zeros(1))]), gemm_rate=lambda kind, *a: {"BF16": 100, "FP8": 200}[kind])
     for width in (256, 12800, 25600):
         found = names.cross(width, 4)
@@ -299,3 +311,6 @@ def test_predicted_break_even():
     names.cross.__globals__.update(Stop=Stop, gemm_rate=lambda kind, *a: None)  # a multiplication that does not run alone
     with pytest.raises(Stop, match="does not run alone"):
         names.cross(256, 4)
+
+    names.cross.__globals__.update(TRANSPOSED=False)  # Blackwell: the bytes that the prediction counts are not moved there
+    assert "predicted" not in names.cross(256, 4)

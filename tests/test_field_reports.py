@@ -298,7 +298,7 @@ def capability_table():
 def sentences():
     """findings() of a ladder whose numbers we choose: FP8 k times slower than BF16, launch-bound or not."""
     def row(name, kit, precision, graph, ms, launch):
-        return {"row": name, "kit": kit, "precision": precision, "graph": graph, "ms_median": ms, "ms_iqr": 0.01, "cpu_launch_ms": launch,
+        return {"row": name, "changes": "", "kit": kit, "precision": precision, "graph": graph, "ms_median": ms, "ms_iqr": 0.01, "steps": 30, "cpu_launch_ms": launch,
                 "tokens_per_s": 1, "tflops": 1, "share_of_gemm": None, "peak_memory_gb": 1}
     said = {}
     for name, eager, graph, launch in (("slow", 30.0, 12.0, 29.0), ("fast", 5.0, 4.0, 1.0), ("equal", 10.0, 10.0, 1.0)):
@@ -306,7 +306,7 @@ def sentences():
                                row("TE BF16 + graph", "TE", "BF16", True, 10.0, 0.1), row("TE FP8 delayed", "TE", "FP8 delayed", False, eager, launch),
                                row("TE FP8 delayed + graph", "TE", "FP8 delayed", True, graph, 0.1)], "BF16", "FP8 delayed")
     said["widths"] = [answer("t", points) for points in ([(256, 0.5), (512, 0.8)], [(256, 0.5), (512, 1.5)], [(256, 1.2), (512, 1.5)])]
-    said["memory"] = [compare(a, b, 0.01, MEMORY_WORDS) for a, b in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.001))]
+    said["memory"] = [compare_memory(a, b, 0.01) for a, b in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.001))]
     return said
 
 def ladder_rows():
@@ -632,22 +632,22 @@ def test_14_no_zeros_where_the_newest_amax_belongs(hopper):
 
 def test_15_slower_is_called_slower(answers):
     slow, fast, equal = (answers["sentences"][name] for name in ("slow", "fast", "equal"))
-    assert "3.00x slower than BF16" in slow[0] and "the GPU waits for Python" in slow[0] and "29.0" in slow[0]
+    assert "3.00x slower than BF16" in slow[0] and "the GPU waits" in slow[0] and "29.0" in slow[0]
     assert "1.20x slower than BF16" in slow[1] and "GPU waits" not in slow[1]
     assert "2.00x faster than BF16" in fast[0] and "GPU waits" not in fast[0] and "slower" not in " ".join(fast[:3])
     assert "as fast as BF16" in equal[0]
     never, from_there, always = answers["sentences"]["widths"]
     assert "does not pay" in never and "512" in never
-    assert "pays from width about" in from_there and 256 < int(from_there.split()[-1]) < 512
-    assert "at most 256" in always
+    assert "pays from a width between 256 and 512" in from_there
+    assert "from width 256 at the latest" in always
 
 
 def test_16_more_memory_is_called_more(hopper, answers):
-    assert answers["sentences"]["memory"] == ["2.00x more memory than", "2.00x less memory than", "as much memory as"]
+    assert answers["sentences"]["memory"] == ["100% more memory than", "50% less memory than", "as much memory as"]
     a, b = hopper.results["memory"]
     line = next(line for line in hopper.out.splitlines() if line.startswith("At its peak, FP8"))
     word = "as much" if abs(b["peak"] - a["peak"]) <= 0.005 * a["peak"] else "more" if b["peak"] > a["peak"] else "less"
-    assert f"{word} memory" in line and "activations" in line and "copies" in line
+    assert f"{word} memory" in line and "activations" in line
 
 
 def test_17_rows_of_the_ladder_differ_in_one_thing(hopper, answers):
