@@ -158,7 +158,7 @@ def test_figures_of_a_single_time():
 
 # --------------------------------------------------------------------------- words that follow the numbers
 
-WORDS = script_names("compare", "compare_memory", "fastest", "unsure", "findings", "pays_from", "answer", "print_ladder")
+WORDS = script_names("compare", "compare_memory", "fastest", "unsure", "findings", "pays_from", "answer", "print_ladder", DEVICE="cuda")
 
 
 def row(name, kit, ms, precision="BF16", graph=False, changes="", iqr=0.1, launch=0.5, peak=2.0):

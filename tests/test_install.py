@@ -20,7 +20,7 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "te_tutorial.py"
 PREAMBLE = """
-import contextlib, importlib, importlib.metadata, importlib.util, os, platform, re, shlex, shutil, signal, site, subprocess
+import contextlib, importlib, importlib.machinery, importlib.metadata, importlib.util, os, platform, re, shlex, shutil, signal, site, subprocess
 import sys, sysconfig, tempfile, time, urllib.request, warnings
 from pathlib import Path
 """
@@ -92,9 +92,9 @@ OUT = Path(given["out"])
 MACHINE = types.SimpleNamespace(capability=(9, 0), gpu="NVIDIA H200", device="cuda")
 sys.stdout.reconfigure(line_buffering=True)
 in_a_line = lambda error: f"{type(error).__name__}: {error}"
-find_spec = importlib.util.find_spec
+find_spec = importlib.machinery.PathFinder.find_spec
 if given["no_pip"]:
-    importlib.util.find_spec = lambda name, *rest: None if name == "pip" else find_spec(name, *rest)
+    importlib.machinery.PathFinder.find_spec = lambda name, *rest: None if name == "pip" else find_spec(name, *rest)
 cells = given["cells"].replace("HEARTBEAT_S = 30", "HEARTBEAT_S = 0.2")
 exec(compile(cells, "section 2", "exec"))
 print("RESULT " + json.dumps({"te": te and te.__name__, "recipe": recipe and recipe.__name__, "version": TE_VERSION, "reason": TE_REASON}))
@@ -258,8 +258,8 @@ def test_a_ready_made_extension_needs_no_compilation(fit, monkeypatch, name):
 
 def test_neither_pip_nor_uv(fit, monkeypatch):
     names = fit.names
-    find_spec = names["importlib"].util.find_spec
-    monkeypatch.setattr(names["importlib"].util, "find_spec", lambda name, *rest: None if name == "pip" else find_spec(name, *rest))
+    find_spec = names["importlib"].machinery.PathFinder.find_spec
+    monkeypatch.setattr(names["importlib"].machinery.PathFinder, "find_spec", lambda name, *rest: None if name == "pip" else find_spec(name, *rest))
     monkeypatch.setattr(names["shutil"], "which", lambda name, *rest, **more: None)
     assert "neither pip nor uv" in fit.why_not_install() and "ensurepip" in fit.why_not_install()
     monkeypatch.setattr(names["shutil"], "which", lambda name, *rest, **more: "/usr/bin/uv" if name == "uv" else None)

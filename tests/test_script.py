@@ -97,7 +97,7 @@ def test_a_failed_check_is_exit_1_with_the_results_kept(tutorial):
     assert run.code == 1 and reached_the_end(run)
     assert "Traceback" not in run.err and "Warning" not in run.err
     failed = [name for name, passed in run.verdicts.items() if not passed]
-    assert "FP32 reaches the floor" in failed
+    assert "FP32 comes near the floor" in failed
     assert all(name in run.out.splitlines()[-1] for name in failed)
     assert_contract(strict_json(run.folder / "results.json"))
     assert (run.folder / "figure.png").exists()
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_stops_loudly(tutorial):
     assert run.code == 1 and "Traceback" not in run.err
     last = run.err.splitlines()[-1]
     assert re.match(r"Stopped: training in FP32: the loss was (nan|inf) at step \d+\. .*--lr", last), last
-    assert "checks passed" not in run.out and "reaches the floor" not in run.out
+    assert "checks passed" not in run.out and "comes near the floor" not in run.out
     assert last.endswith(run.results["stopped"]) and run.results["checks"]
 
 
