@@ -534,7 +534,7 @@ def test_07_inside_a_notebook_kernel(play):
     cell = (f"import sys; sys.argv = ['ipykernel_launcher.py', '-f', '/run/kernel-1.json', '--HistoryManager.hist_file=:memory:', '--seq', '7']\n"
             f"exec(compile(open({str(SCRIPT)!r}).read(), 'cell', 'exec'))")
     seen = play(command=[sys.executable, "-c", f"{cell}"], until=BUILT)
-    assert "d_model 64" in seen.out and "seq 32" in seen.out and "usage" not in seen.err
+    assert "--d-model 64" in seen.out and "--seq 32" in seen.out and "usage" not in seen.err
 
 
 def test_08_no_gpu(play):
@@ -566,7 +566,7 @@ def test_10_backward_would_fail_at_24_rows(play):
 def test_10_whoever_follows_the_hints_gets_a_run(play, flags):
     size = ["--benchmark", "off", "--preset", "small"]
     for _ in range(6):
-        seen = play(*flags, size=size, until=r"^  vocab \d+")
+        seen = play(*flags, size=size, until=r"^  --vocab \d+")
         if seen.code is None:
             return
         assert seen.code == 2 and seen.err.count("\n") == 1, seen.err

@@ -16,11 +16,11 @@ import torch
 from conftest import SCRIPT, TINY
 
 SECTION_0 = SCRIPT.read_text(encoding="utf-8").split("# %% [markdown]\n# ## 1. ")[0]
-BEFORE_THE_RUN, READS_ARGV, _ = SECTION_0.partition("\nGIVEN = parse_arguments(")
+BEFORE_THE_RUN, READS_ARGV, _ = SECTION_0.partition("\n# %%\nGIVEN = {}")
 
 
-def names_of(code):
-    names = {"__name__": "section_0"}
+def names_of(code, has_file=True):
+    names = {"__name__": "section_0", **({"__file__": str(SCRIPT)} if has_file else {})}
     exec(compile(code, "section 0", "exec"), names)
     return types.SimpleNamespace(**names)
 
@@ -192,12 +192,12 @@ def test_help_shows_every_flag_and_its_default(cells, capsys):
 
 # --------------------------------------------------------------------------- notebooks
 
-@pytest.fixture
-def kernel(monkeypatch, tmp_path):
-    """Run section 0 as a notebook would: another program's argv, no __file__."""
+@pytest.fixture(params=[False, True], ids=["Jupyter", "a notebook that sets __file__"])
+def kernel(monkeypatch, tmp_path, request):
+    """Run section 0 as a notebook would: with another program's argv."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/somewhere/kernel.json", "--steps", "3"])
-    return lambda code=SECTION_0: names_of(code)
+    return lambda code=SECTION_0: names_of(code, request.param)
 
 
 def test_the_argv_of_a_kernel_is_ignored(cells, kernel):
