@@ -4,6 +4,7 @@ Only these cells are run. What they take from above (imports, SETTINGS, OUT, MAC
 are needed.
 """
 
+import importlib.machinery
 import json
 import os
 import re
@@ -175,6 +176,10 @@ def all_ended(pids):
 @pytest.fixture
 def cells(tmp_path, monkeypatch):
     """The names that section 2 defines, on a machine without a GPU (so that running it starts nothing)."""
+    if importlib.machinery.PathFinder.find_spec("pip") is None:  # an environment of uv
+        (tmp_path / "with_pip" / "pip").mkdir(parents=True)
+        (tmp_path / "with_pip" / "pip" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / "with_pip")
     names = {"torch": fake_torch(), "OUT": tmp_path}
     exec(PREAMBLE, names)
     names["SETTINGS"] = types.SimpleNamespace(install="auto", install_minutes=5)
