@@ -271,6 +271,14 @@ def test_neither_pip_nor_uv(fit, monkeypatch):
     assert fit.why_not_install() == ""
 
 
+def test_asking_for_pip_leaves_setuptools_as_it_is():
+    """setuptools hooks into find_spec("pip") and then refuses to be imported, which torch.compile does on a CPU."""
+    pytest.importorskip("setuptools")
+    has_pip = re.search(r"def has_pip\(\):.*?\n\n\n", section_2(), re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-c", f"{PREAMBLE}\n{has_pip}\nprint(has_pip())\nimport setuptools"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() in ("True", "False"), done.stderr
+
+
 def test_address_of_the_ready_made_extension(cells, monkeypatch):
     """As TE 2.20.2's own setup.py forms it: tag, CUDA major, whole torch version, C++ ABI, Python, platform."""
     asked = []
