@@ -12,8 +12,8 @@
 # - how to wire FP8 into a training step so that it learns as well as BF16 does;
 # - whether FP8 is faster here, what bounds it, and from which model width it pays.
 #
-# **What you need.** PyTorch. A GPU of compute capability 8.9 or higher trains in FP8, and newer ones know more kinds of it.
-# An older GPU, or none, runs the same story on what it has, and says what it leaves out.
+# **What you need.** PyTorch. A GPU of compute capability 8.9 or higher trains in FP8, and newer ones know more kinds
+# of it. An older GPU, or none, runs the same story on what it has, and says what it leaves out.
 #
 # **How to read it.** Run `python te_tutorial.py`, or open the file as a notebook and run the cells in order. Claims
 # are followed by checks, computed on this machine. The checks are kept in `results.json` and decide the exit code.
@@ -21,8 +21,9 @@
 # %% [markdown]
 # ## 0. Settings
 #
-# One model size, one data set, one optimizer for the whole tutorial. As a script, each field is a flag (`--d-model 2048`);
-# in a notebook, fill `GIVEN` below. On a machine without a GPU, a smaller preset replaces the sizes you did not give.
+# One model size, one data set, one optimizer for the whole tutorial. As a script, each field is a flag (`--d-model
+# 2048`); in a notebook, fill `GIVEN` below. On a machine without a GPU, a smaller preset replaces the sizes you did
+# not give.
 
 # %%
 import argparse
@@ -112,8 +113,8 @@ def parse_arguments(argv):
     comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", fields, re.MULTILINE))
     for field in dataclasses.fields(Settings):
         small = f"; small preset: {SMALL[field.name]}" if field.name in SMALL else ""
-        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), choices=CHOICES.get(field.name), default=argparse.SUPPRESS,
-                            help=f"{comments.get(field.name, '').replace('%', '%%')} (default: {field.default}{small})")
+        parser.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), choices=CHOICES.get(field.name),
+                            default=argparse.SUPPRESS, help=f"{comments.get(field.name, '').replace('%', '%%')} (default: {field.default}{small})")
     return vars(parser.parse_args(argv))
 
 
@@ -133,7 +134,8 @@ def choose_settings(given, has_gpu):
     preset = given.get("preset", Settings.preset)
     small = preset == "small" or (preset == "auto" and not has_gpu)
     values = {**(SMALL if small else {}), **given}
-    note = "the small preset (no GPU; --preset full overrides, and takes hours without one)" if small and not has_gpu else "the small preset" if small else ""
+    note = ("the small preset (no GPU; --preset full overrides, and takes hours without one)" if small and not has_gpu
+            else "the small preset" if small else "")
     if "d_model" in given and "n_heads" not in given:  # heads of 64, or of 128 in wide models
         values["n_heads"] = nearest_heads(given["d_model"], given["d_model"] // (128 if given["d_model"] >= 2048 else 64)) or 1
     if "d_model" in given and "d_ff" not in given:
@@ -141,10 +143,10 @@ def choose_settings(given, has_gpu):
     return Settings(**values), note
 
 # %% [markdown]
-# Impossible settings are refused now, not after ten minutes. FP8 adds rules of its own: each matrix multiplication wants
-# its inner dimensions in multiples of 16, and a training step wants batch x seq in multiples of 16 as well. A forward
-# pass alone is content with 8, which is why 24 rows run forward and then fail in backward. The rules hold on every
-# machine, so that a command that works here works on the GPU box too.
+# Impossible settings are refused now, not after ten minutes. FP8 adds rules of its own: each matrix multiplication
+# wants its inner dimensions in multiples of 16, and a training step wants batch x seq in multiples of 16 as well. A
+# forward pass alone is content with 8, which is why 24 rows run forward and then fail in backward. The rules hold on
+# every machine, so that a command that works here works on the GPU box too.
 
 # %%
 def check_settings(s):
@@ -156,7 +158,8 @@ def check_settings(s):
     for name in ("d_model", "d_ff"):
         check_multiple_of_16(name, getattr(s, name), name)
     if s.d_model % s.n_heads or (s.d_model // s.n_heads) % 8:
-        refuse(f"--n-heads {s.n_heads} must divide --d-model {s.d_model} into heads of a multiple of 8; try --n-heads {nearest_heads(s.d_model, s.n_heads)}")
+        refuse(f"--n-heads {s.n_heads} must divide --d-model {s.d_model} into heads of a multiple of 8; "
+               f"try --n-heads {nearest_heads(s.d_model, s.n_heads)}")
     check_multiple_of_16("batch x seq", s.batch * s.seq, "batch", s.seq)
     check_multiple_of_16("bench-batch x seq", s.bench_batch * s.seq, "bench_batch", s.seq)
     if s.amax_history < 2:
@@ -174,7 +177,8 @@ def check_settings(s):
         refuse(f"--prompt {s.prompt} hides the stride; it must be 2 or more")
     if s.prompt + s.gen > s.seq:
         prompt = min(s.prompt, s.seq // 2)
-        refuse(f"--prompt {s.prompt} plus --gen {s.gen} must fit in --seq {s.seq}; try --prompt {prompt} --gen {min(s.gen, s.seq - prompt)}")
+        refuse(f"--prompt {s.prompt} plus --gen {s.gen} must fit in --seq {s.seq}; "
+               f"try --prompt {prompt} --gen {min(s.gen, s.seq - prompt)}")
 
 
 def check_multiple_of_16(what, value, flag, factor=1):
@@ -187,8 +191,8 @@ def check_multiple_of_16(what, value, flag, factor=1):
                + (f"--{flag} {lower} or " if lower else "") + f"--{flag} {lower + step}")
 
 # %% [markdown]
-# What the script finds goes into one dictionary, and each claim into a list of checks. Both are written to `results.json`
-# at the end, also when something fails on the way.
+# What the script finds goes into one dictionary, and each claim into a list of checks. Both are written to
+# `results.json` at the end, also when something fails on the way.
 
 # %%
 RESULTS = {"checks": []}
@@ -239,8 +243,8 @@ def on_error(kind, error, trace):
     os._exit(code)
 
 # %% [markdown]
-# Then the script's manners: it survives terminals without UTF-8, folders that cannot be written and pipes that close, and
-# under `torchrun` only one process speaks.
+# Then the script's manners: it survives terminals without UTF-8, folders that cannot be written and pipes that close,
+# and under `torchrun` only one process speaks.
 
 # %%
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
@@ -271,14 +275,15 @@ except OSError as error:
 torch.manual_seed(SETTINGS.seed)
 RESULTS["settings"] = dataclasses.asdict(SETTINGS)
 print(f"Settings{': ' + NOTE if NOTE else ''}")
-print(textwrap.indent(textwrap.fill(", ".join(f"--{k.replace('_', '-')} {v}" for k, v in RESULTS["settings"].items()), 120, break_on_hyphens=False), "  "))
+flags = ", ".join(f"--{k.replace('_', '-')} {v}" for k, v in RESULTS["settings"].items())
+print(textwrap.indent(textwrap.fill(flags, 120, break_on_hyphens=False), "  "))
 
 # %% [markdown]
 # ## 1. Your machine
 #
-# A GPU's *compute capability* says which number formats its tensor cores multiply. BF16 came with 8.0 (A100), FP8 with 8.9
-# (L4, RTX 40) and 9.0 (H100), MXFP8 and NVFP4 with 10.0 (B200). A GPU that PyTorch can see but not run on counts as
-# none: one tiny multiplication tells.
+# A GPU's *compute capability* says which number formats its tensor cores multiply. BF16 came with 8.0 (A100), FP8
+# with 8.9 (L4, RTX 40) and 9.0 (H100), MXFP8 and NVFP4 with 10.0 (B200). A GPU that PyTorch can see but not run on
+# counts as none: one tiny multiplication tells.
 
 # %%
 print("\n== 1. Your machine ==")
@@ -328,8 +333,8 @@ if WORLD > 1:  # data-parallel: every process runs this script, on a GPU of its 
     torch.distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 
 # %% [markdown]
-# From the capability follows what to expect. `torch.cuda.is_bf16_supported()` is not asked: it says yes on a T4, because it
-# counts a slow emulation. Section 2 tests each promise by a small forward and backward pass.
+# From the capability follows what to expect. `torch.cuda.is_bf16_supported()` is not asked: it says yes on a T4,
+# because it counts a slow emulation. Section 2 tests each promise by a small forward and backward pass.
 
 # %%
 FORMATS = ["FP32", "FP16", "BF16", "FP8 delayed", "FP8 current", "FP8 block", "MXFP8", "NVFP4"]
@@ -372,7 +377,8 @@ if DEVICE == "cuda":
     print(f"GPU: {MACHINE.gpu}, compute capability {MACHINE.capability[0]}.{MACHINE.capability[1]}, {MACHINE.memory_gb:.0f} GB, "
           f"{'one per process' if WORLD > 1 else f'1 of {torch.cuda.device_count()} used'}")
 else:
-    print(f"No GPU: {MACHINE.gpu}. Everything below runs on the CPU ({torch.get_num_threads()} threads{' per process' if WORLD > 1 else ''}).")
+    print(f"No GPU: {MACHINE.gpu}. Everything below runs on the CPU "
+          f"({torch.get_num_threads()} threads{' per process' if WORLD > 1 else ''}).")
 print("Versions:", ", ".join(f"{k} {v}" for k, v in RESULTS["versions"].items() if v))
 print_table(["precision", "expected here?", "why not"],
             [[name, "no" if why_not(name, MACHINE.capability) else "yes", why_not(name, MACHINE.capability)] for name in FORMATS])
@@ -380,13 +386,15 @@ print_table(["precision", "expected here?", "why not"],
 # %% [markdown]
 # ## 2. Transformer Engine, or why not
 #
-# Transformer Engine (TE) is hard to install for one reason: the part of it that talks to PyTorch must fit *this* torch, *this* CUDA and *this*
-# Python. Where no ready-made part exists, pip compiles 33 C++ files. This section imports TE if you have it, installs it if your GPU can use
-# it, and otherwise says what is wrong and which command mends it. Either way the tutorial goes on, without TE in plain PyTorch.
-# (If TE imports for you, you can skip to "What really runs here".)
+# Transformer Engine (TE) is hard to install for one reason: the part of it that talks to PyTorch must fit *this*
+# torch, *this* CUDA and *this* Python. Where no ready-made part exists, pip compiles 33 C++ files. This section
+# imports TE if you have it, installs it if your GPU can use it, and otherwise says what is wrong and which command
+# mends it. Either way the tutorial goes on, without TE in plain PyTorch. (If TE imports for you, you can skip to
+# "What really runs here".)
 #
-# Two details of importing. `import torch` comes first, because it loads the CUDA libraries that TE needs. And the module to try is
-# `transformer_engine.pytorch`: `import transformer_engine` alone also succeeds when its PyTorch part is broken.
+# Two details of importing. `import torch` comes first, because it loads the CUDA libraries that TE needs. And the
+# module to try is `transformer_engine.pytorch`: `import transformer_engine` alone also succeeds when its PyTorch part
+# is broken.
 
 # %%
 print("\n== 2. Transformer Engine, or why not ==")
@@ -421,15 +429,18 @@ def pip_command(action, *arguments):
     return ["uv", "pip", action, "--python", sys.executable, *arguments]
 
 # %% [markdown]
-# An import fails in a dozen known ways. Each row of the table is: what the message looks like, what it means, the command that mends it.
-# Where the command removes TE, run this tutorial again afterwards: it installs one that fits. The script itself never removes anything.
+# An import fails in a dozen known ways. Each row of the table is: what the message looks like, what it means, the
+# command that mends it. Where the command removes TE, run this tutorial again afterwards: it installs one that fits.
+# The script itself never removes anything.
 
 # %%
 ADD = shlex.join(pip_command("install")).replace("\\", "/")
 ADD_TOOLKIT = f'{ADD} "cuda-toolkit[nvcc,cccl,cudart,cublas,cusolver,cusparse,nvtx]=={CUDA}.*"'
-REMOVE = shlex.join(pip_command("uninstall", *["transformer_engine" + part for part in ("", "_torch", "_cu12", "_cu13")])).replace("\\", "/")
+REMOVE = shlex.join(pip_command("uninstall", *["transformer_engine" + part for part in ("", "_torch", "_cu12", "_cu13")]))
+REMOVE = REMOVE.replace("\\", "/")
 IMPORT_FAILURES = [
-    (r"empty .transformer-engine. meta|No module named 'transformer_engine", "TE is here without its PyTorch part, the extra [pytorch]", REMOVE),
+    (r"empty .transformer-engine. meta|No module named 'transformer_engine",
+     "TE is here without its PyTorch part, the extra [pytorch]", REMOVE),
     (r"No module named '(\w+)", r"TE needs the Python module \1, which is missing", rf"{ADD} \1"),
     (r"cuDNN [\d.]+ or later.* is ([\d.]+\d)", r"cuDNN \1 is too old for TE", f'{ADD} "nvidia-cudnn-cu{CUDA_MAJOR}>=9.12"'),
     (r"cudnn shared object|libcudnn", "TE does not find cuDNN", f"{ADD} nvidia-cudnn-cu{CUDA_MAJOR}"),
@@ -440,12 +451,13 @@ IMPORT_FAILURES = [
     (r"GLIBC\w*_[\d.]+", "TE was built for a newer C or C++ library than this system has", "conda install -c conda-forge libstdcxx-ng"),
     (r"undefined symbol", f"TE was compiled for another torch than {torch.__version__}", REMOVE),
     (r"StopIteration", "this old TE does not find its own library", REMOVE),
-    (r"(\w+) shared object not found", r"TE does not find the CUDA library \1", f'{ADD} "cuda-toolkit[nvrtc,curand,cublas,cudart]=={CUDA}.*"'),
+    (r"(\w+) shared object not found", r"TE does not find the CUDA library \1",
+     f'{ADD} "cuda-toolkit[nvrtc,curand,cublas,cudart]=={CUDA}.*"'),
 ]
 
 # %% [markdown]
-# A build fails in more ways, and pip ends all of them with "Failed building wheel", hundreds of lines below the one that matters. So its
-# log is searched for that line.
+# A build fails in more ways, and pip ends all of them with "Failed building wheel", hundreds of lines below the one
+# that matters. So its log is searched for that line.
 
 # %%
 AGAIN = "python te_tutorial.py"
@@ -461,7 +473,8 @@ BUILD_FAILURES = [
     (r"error: Python\.h: No such", "the header files of Python are missing", "sudo apt-get install python3-dev"),
     (r"error: (crt/|nv/|cu|nv)\S*: No such|CUDA_HOME environ|either find NVCC|CUDA not found|nvcc: not found|'\S*nvcc'",
      "parts of the CUDA toolkit are missing", ADD_TOOLKIT),
-    (r"command '?\S*(\+\+|cc|clang)\S* failed: No such|(\+\+|cc): (command )?not found|unable to execute|exec\w* .cc1plus|directory: '\S*(\+\+|cc)'",
+    (r"command '?\S*(\+\+|cc|clang)\S* failed: No such|(\+\+|cc): (command )?not found|"
+     r"unable to execute|exec\w* .cc1plus|directory: '\S*(\+\+|cc)'",
      "there is no C++ compiler", "sudo apt-get install g++"),
     (r"need C\+\+\d+|unrecognized command.line option .-std", "the C++ compiler is too old for this torch", f"CXX=g++-12 {AGAIN}"),
     (r"not find CMake|cmake: not found|'cmake'", "CMake is missing", f"{ADD} cmake"),
@@ -485,7 +498,8 @@ BUILD_FAILURES = [
 def telling_lines(text):
     """The lines of a log that name an error, without pip's own summary of it and the vain look for a ready-made extension."""
     lines = [line.strip() for line in text.splitlines() if re.search(r"error:|killed|: not found|time limit", line, re.IGNORECASE)]
-    lines = [line for line in lines if not re.search(r"subprocess-exited|Failed (building|to build)|originates from|URLError|gaierror", line)]
+    noise = r"subprocess-exited|Failed (building|to build)|originates from|URLError|gaierror"
+    lines = [line for line in lines if not re.search(noise, line)]
     return list(dict.fromkeys(lines)) or text.strip().splitlines()[-1:] or ["no output"]
 
 
@@ -499,10 +513,10 @@ def diagnose(trouble, log=None):
     return f"not a known failure: {telling_lines(text)[-1]}" + (f" (the whole log: {log})" if log else "")
 
 # %% [markdown]
-# Before any pip command we ask whether it can succeed. TE's extension is plain C++: `nvcc` is *not* needed, although error messages ask for
-# it. Needed are a C++ compiler, Python's header files, and CUDA's in the version of torch. pip's torch brings nearly all of those, in
-# `site-packages/nvidia/*/include`, where the build does not look by itself; two more come in small packages. A torch that came another way
-# needs a CUDA toolkit beside it.
+# Before any pip command we ask whether it can succeed. TE's extension is plain C++: `nvcc` is *not* needed, although
+# error messages ask for it. Needed are a C++ compiler, Python's header files, and CUDA's in the version of torch.
+# pip's torch brings nearly all of those, in `site-packages/nvidia/*/include`, where the build does not look by
+# itself; two more come in small packages. A torch that came another way needs a CUDA toolkit beside it.
 
 # %%
 def pip_headers(wanted=""):
@@ -529,8 +543,8 @@ def compiler():
     return next((name for name in names if name and shutil.which(name.split()[0])), "")
 
 # %% [markdown]
-# Where one of these is missing, one way is left: TE's build first looks for a ready-made extension on its release page. We look there too, and
-# start nothing that cannot end well.
+# Where one of these is missing, one way is left: TE's build first looks for a ready-made extension on its release
+# page. We look there too, and start nothing that cannot end well.
 
 # %%
 def ready_made():
@@ -558,10 +572,12 @@ def why_not_install():
     obstacles = [  # (is it in the way?, cause, what mends it); asked in this order, the costly questions last
         (lambda: SETTINGS.install == "never", "it is not installed, and --install never forbids it", f"{AGAIN} --install auto"),
         (lambda: sys.platform != "linux", "it exists for Linux only, on Windows that means WSL", "wsl --install"),
-        (lambda: sys.version_info < (3, 10), f"it needs Python 3.10 or newer, this is {platform.python_version()}", "uv venv --python 3.12"),
+        (lambda: sys.version_info < (3, 10), f"it needs Python 3.10 or newer, this is {platform.python_version()}",
+         "uv venv --python 3.12"),
         (lambda: torch.version.cuda is None or CUDA_MAJOR not in ("12", "13"),
          f"it needs a torch for CUDA 12 or 13, this one has {torch.version.cuda or 'no CUDA'}", f"{ADD} --upgrade torch"),
-        (lambda: os.environ.get("WORLD_SIZE", "1") != "1", "it is not installed, and only one process may do that, so not under torchrun", AGAIN),
+        (lambda: os.environ.get("WORLD_SIZE", "1") != "1",
+         "it is not installed, and only one process may do that, so not under torchrun", AGAIN),
         (lambda: not has_pip() and not shutil.which("uv"), "neither pip nor uv is here to install it",
          f"{shlex.quote(sys.executable)} -m ensurepip"),
         (lambda: installed != running, f"torch {running} runs but {installed} is installed", "restart Python (in a notebook: the kernel)"),
@@ -572,8 +588,9 @@ def why_not_install():
     return next((f"{cause}. This mends it: {fix}" for in_the_way, cause, fix in obstacles if in_the_way()), "")
 
 # %% [markdown]
-# The build is told all this through environment variables. It compiles as many files at once as cores *and memory* allow: one takes about
-# 2 GB, the largest 3.5 GB. Without that bound a machine with many cores and little memory freezes.
+# The build is told all this through environment variables. It compiles as many files at once as cores *and memory*
+# allow: one takes about 2 GB, the largest 3.5 GB. Without that bound a machine with many cores and little memory
+# freezes.
 
 # %%
 def build_jobs():
@@ -600,11 +617,12 @@ def build_settings():
 def build_helpers():
     """The packages that the compilation needs; pip leaves alone those that are here."""
     header_packages = ["nvidia-cuda-crt", "nvidia-cuda-cccl"] if CUDA_MAJOR == "13" else ["nvidia-cuda-nvcc-cu12", "nvidia-cuda-cccl-cu12"]
-    return ["setuptools", "wheel", "packaging", "ninja"] + [f"{name}=={CUDA}.*" for name in header_packages if pip_headers("cuda_runtime.h")]
+    versions = [f"{name}=={CUDA}.*" for name in header_packages if pip_headers("cuda_runtime.h")]
+    return ["setuptools", "wheel", "packaging", "ninja", *versions]
 
 # %% [markdown]
-# pip runs in a process group of its own. So the time limit, Ctrl-C, `kill` and a closed terminal end the compilers too, which would
-# otherwise go on for minutes, unseen.
+# pip runs in a process group of its own. So the time limit, Ctrl-C, `kill` and a closed terminal end the compilers
+# too, which would otherwise go on for minutes, unseen.
 
 # %%
 @contextlib.contextmanager
@@ -662,8 +680,9 @@ def run_logged(command, settings, log, deadline):
     return process.returncode == 0
 
 # %% [markdown]
-# Two more traps. pip must not replace the torch that is running: a constraint pins it, and afterwards we look whether that held. And pip
-# keeps what it compiled once, even for another torch: `--no-cache-dir` avoids that. `--no-build-isolation` shows your torch to the build.
+# Two more traps. pip must not replace the torch that is running: a constraint pins it, and afterwards we look whether
+# that held. And pip keeps what it compiled once, even for another torch: `--no-cache-dir` avoids that.
+# `--no-build-isolation` shows your torch to the build.
 
 # %%
 def install_te():
@@ -721,9 +740,9 @@ print(f"Transformer Engine {TE_VERSION} is ready." if te else f"Going on without
 # %% [markdown]
 # ### What really runs here
 #
-# From here on one object says what "FP8" or "BF16" means: a `Precision` holds the name, the 16-bit type of everything that
-# is not an FP8 matrix multiplication, and TE's recipe. Its `context()` is entered around the forward pass only. Backward
-# follows what forward recorded, so it runs outside.
+# From here on one object says what "FP8" or "BF16" means: a `Precision` holds the name, the 16-bit type of everything
+# that is not an FP8 matrix multiplication, and TE's recipe. Its `context()` is entered around the forward pass only.
+# Backward follows what forward recorded, so it runs outside.
 
 # %%
 @dataclasses.dataclass
@@ -757,8 +776,8 @@ def make_recipe(name):
 
 # %% [markdown]
 # Three judges, in this order: the compute capability, TE's own `is_*_available`, and a forward and backward pass. The
-# order matters. Entering `te.autocast` with a recipe the GPU lacks raises, and for NVFP4 it also leaves FP8 switched on.
-# And an FP8 forward that works proves little: backward multiplies other shapes in other formats.
+# order matters. Entering `te.autocast` with a recipe the GPU lacks raises, and for NVFP4 it also leaves FP8 switched
+# on. And an FP8 forward that works proves little: backward multiplies other shapes in other formats.
 
 # %%
 def te_says_no(name):
@@ -808,21 +827,24 @@ RESULTS["backend"] = "te" if USE_TE else "torch"
 RESULTS["versions"]["transformer_engine"] = TE_VERSION
 RESULTS["precisions"] = [{"name": p.name, "available": not p.reason, "reason": p.reason} for p in PRECISIONS.values()]
 print_table(["precision", "runs here?", "why not"], [[p.name, "no" if p.reason else "yes", p.reason] for p in PRECISIONS.values()])
-print(f"The model will be built from {'Transformer Engine' if USE_TE else 'plain PyTorch'} modules and trained in {BASE.name}{' with a GradScaler' if BASE.name == 'FP16' else ''}"
+print(f"The model will be built from {'Transformer Engine' if USE_TE else 'plain PyTorch'} modules and trained in "
+      f"{BASE.name}{' with a GradScaler' if BASE.name == 'FP16' else ''}"
       + (f" and in {FP8.name}." if FP8 else ". FP8 does not run here."))
 if FP8 and FP8.name != WANTED or not FP8 and "recipe" in GIVEN:
-    print(f"You asked for {WANTED}, which does not run here" + (f"; {FP8.name} takes its place." if FP8 else f": {PRECISIONS[WANTED].reason}."))
+    print(f"You asked for {WANTED}, which does not run here"
+          + (f"; {FP8.name} takes its place." if FP8 else f": {PRECISIONS[WANTED].reason}."))
 
 # %% [markdown]
 # ## 3. FP8 by hand
 #
-# FP8 comes in two layouts. E4M3 (4 exponent bits, 3 mantissa bits) reaches 448; E5M2 trades a mantissa bit for range and
-# reaches 57344. E4M3 is narrow: gradients fall below its smallest number, and activations with outliers climb above its
-# largest. Invented tensors show both below; section 9 shows real ones. So each tensor gets a *scale*: scale the tensor up, cast it, and divide the scale out of the product.
-# The best scale puts the tensor's largest magnitude, its *amax*, on the largest number of the format:
-# `scale = fp8_max / amax`.
+# FP8 comes in two layouts. E4M3 (4 exponent bits, 3 mantissa bits) reaches 448; E5M2 trades a mantissa bit for range
+# and reaches 57344. E4M3 is narrow: gradients fall below its smallest number, and activations with outliers climb
+# above its largest. Invented tensors show both below; section 9 shows real ones. So each tensor gets a *scale*: scale
+# the tensor up, cast it, and divide the scale out of the product. The best scale puts the tensor's largest magnitude,
+# its *amax*, on the largest number of the format: `scale = fp8_max / amax`.
 #
-# What a cast costs is given in decibels: SQNR, the signal-to-quantization-noise ratio. Each mantissa bit is worth about 6 dB.
+# What a cast costs is given in decibels: SQNR, the signal-to-quantization-noise ratio. Each mantissa bit is worth
+# about 6 dB.
 
 # %%
 print("\n== 3. FP8 by hand ==")
@@ -852,14 +874,15 @@ for title, x in TENSORS.items():
             lost, saturated = (y == 0).float().mean().item(), (x.abs() * scale > FP8_MAX[layout]).float().mean().item()
             rows.append([title, str(layout)[13:17].upper(), how, f"{lost:.1%}", f"{saturated:.1%}", f"{sqnr_db(x, y):.1f}"])
 x = TENSORS["activations"]
-CAST_DB = {layout: sqnr_db(x, cast_fp8(x, layout, FP8_MAX[layout] / x.abs().max().item())) for layout in FP8_MAX}  # for the bounds further down
+# of one scaled cast, for the bounds further down
+CAST_DB = {layout: sqnr_db(x, cast_fp8(x, layout, FP8_MAX[layout] / x.abs().max().item())) for layout in FP8_MAX}
 print_table(["tensor", "layout", "scale", "became zero", "saturated", "SQNR dB"], rows)
 
 # %% [markdown]
-# Without a scale E4M3 loses all the gradients and clips some activations. With one, both tensors keep the same quality, and
-# that quality is set by the mantissa alone. Why then does backward use E5M2? For its range: the third tensor spans so many
-# magnitudes that no scale fits it into E4M3: with its largest number in range, half of it becomes zero. Gradients can be
-# like that.
+# Without a scale E4M3 loses all the gradients and clips some activations. With one, both tensors keep the same
+# quality, and that quality is set by the mantissa alone. Why then does backward use E5M2? For its range: the third
+# tensor spans so many magnitudes that no scale fits it into E4M3: with its largest number in range, half of it
+# becomes zero. Gradients can be like that.
 #
 # The quality can be predicted. Between 1 and 2, a format with *m* mantissa bits has
 # steps of 2^-m; rounding to them leaves a mean square error of 4^-m / 12. The mean square of numbers spread evenly
@@ -869,16 +892,17 @@ print_table(["tensor", "layout", "scale", "became zero", "saturated", "SQNR dB"]
 # %%
 PREDICTED_DB = {E4M3: 10 * math.log10(28 * 4**3), E5M2: 10 * math.log10(28 * 4**2)}
 check("a scaled cast is as good as its mantissa", all(abs(CAST_DB[layout] - db) < 1.5 for layout, db in PREDICTED_DB.items()),
-      f"E4M3 {CAST_DB[E4M3]:.1f} dB, E5M2 {CAST_DB[E5M2]:.1f} dB; predicted {PREDICTED_DB[E4M3]:.1f} and {PREDICTED_DB[E5M2]:.1f}, within 1.5")
+      f"E4M3 {CAST_DB[E4M3]:.1f} dB, E5M2 {CAST_DB[E5M2]:.1f} dB; "
+      f"predicted {PREDICTED_DB[E4M3]:.1f} and {PREDICTED_DB[E5M2]:.1f}, within 1.5")
 x = TENSORS["gradients"]
 bare, scaled = (cast_fp8(x, E4M3, scale) for scale in (1.0, 448 / x.abs().max().item()))
 check("without a scale, E4M3 loses small gradients", sqnr_db(x, bare) < 10 < sqnr_db(x, scaled),
       f"{(bare == 0).float().mean():.0%} became zero; with the scale {(scaled == 0).float().mean():.1%}")
 
 # %% [markdown]
-# TE does the same. After one forward pass its delayed-scaling state holds the scale we compute by hand. And when inputs
-# and weights are numbers that FP8 has, a short FP8 matrix multiplication is exact: the error comes from the cast. (Long sums
-# can lose a little more, as section 8 explains.)
+# TE does the same. After one forward pass its delayed-scaling state holds the scale we compute by hand. And when
+# inputs and weights are numbers that FP8 has, a short FP8 matrix multiplication is exact: the error comes from the
+# cast. (Long sums can lose a little more, as section 8 explains.)
 
 # %%
 def te_linear(weight, precision, *inputs):
@@ -908,11 +932,11 @@ else:
 # %% [markdown]
 # ### Choosing a recipe: what a history costs
 #
-# *Current scaling* reads a tensor twice: once for its amax, once to cast it. *Delayed scaling* casts at once, with a scale
-# from the largest amax of the last steps, and notes the new amax on the way. That is right as long as tensors change slowly. When they jump,
-# it is wrong for one step: values beyond the old range saturate. (A jump down costs little: FP8 numbers are floating-point
-# numbers, as fine near 1 as near 100.) Below, the input grows 64-fold at step 20. The weight is
-# the identity, so the output is the cast itself.
+# *Current scaling* reads a tensor twice: once for its amax, once to cast it. *Delayed scaling* casts at once, with a
+# scale from the largest amax of the last steps, and notes the new amax on the way. That is right as long as tensors
+# change slowly. When they jump, it is wrong for one step: values beyond the old range saturate. (A jump down costs
+# little: FP8 numbers are floating-point numbers, as fine near 1 as near 100.) Below, the input grows 64-fold at step
+# 20. The weight is the identity, so the output is the cast itself.
 
 # %%
 def by_hand(delayed, inputs):
@@ -949,9 +973,9 @@ check("delayed scaling pays for a jump, once", DELAYED[20] < 10 < 25 < min(DELAY
 # %% [markdown]
 # ## 4. The modules
 #
-# TE's modules fuse what a transformer does around its matrix multiplications: the norm before, the activation between, the
-# cast to FP8. Each has a plain PyTorch twin. The twins below use TE's parameter names, so weights move between the two by
-# name, and the same model can be built from either *kit*.
+# TE's modules fuse what a transformer does around its matrix multiplications: the norm before, the activation
+# between, the cast to FP8. Each has a plain PyTorch twin. The twins below use TE's parameter names, so weights move
+# between the two by name, and the same model can be built from either *kit*.
 
 # %%
 print("\n== 4. The modules ==")
@@ -983,14 +1007,14 @@ class TorchLayerNormMLP(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias), approximate="tanh"), self.fc2_weight, self.fc2_bias)
 
 # %% [markdown]
-# Attention takes the packed projection `[batch, seq, 3, heads, head]` and returns `[batch, seq, d_model]`. One trap is silent:
-# TE's modules assume *sequence first* (`sbhd`) by default. Feed them batch-first tensors without saying `bshd` and
-# they attend across the batch, never across time. Nothing crashes; the model just cannot learn.
+# Attention takes the packed projection `[batch, seq, 3, heads, head]` and returns `[batch, seq, d_model]`. One trap
+# is silent: TE's modules assume *sequence first* (`sbhd`) by default. Feed them batch-first tensors without saying
+# `bshd` and they attend across the batch, never across time. Nothing crashes; the model just cannot learn.
 #
-# A second one costs time. TE wants the packed tensor whole, as `qkv_layer=`, and slices it inside. Autograd then undoes the
-# three slices with three zero fills, three copies and two additions per layer. We split the tensor ourselves instead. TE
-# recognises the three views as one buffer and returns their gradients in one buffer too, so our backward copies nothing.
-# (TE 2.20 calls this recognition deprecated. Section 8 measures both ways.)
+# A second one costs time. TE wants the packed tensor whole, as `qkv_layer=`, and slices it inside. Autograd then
+# undoes the three slices with three zero fills, three copies and two additions per layer. We split the tensor
+# ourselves instead. TE recognises the three views as one buffer and returns their gradients in one buffer too, so our
+# backward copies nothing. (TE 2.20 calls this recognition deprecated. Section 8 measures both ways.)
 
 # %%
 class SplitQKV(torch.autograd.Function):
@@ -1058,8 +1082,8 @@ TE_KIT = te and SimpleNamespace(name="TE", Linear=te.Linear, LayerNorm=te.LayerN
 KIT = TE_KIT if USE_TE else TORCH_KIT
 
 # %% [markdown]
-# `te.TransformerLayer` is these four modules in one. Its parameters carry longer names; shortened, they fit our block. So one
-# pair of functions moves weights between any two modules that compute the same thing.
+# `te.TransformerLayer` is these four modules in one. Its parameters carry longer names; shortened, they fit our
+# block. So one pair of functions moves weights between any two modules that compute the same thing.
 
 # %%
 def short(name):
@@ -1106,7 +1130,8 @@ def difference_to_pytorch():
     for i, p in enumerate(ours.parameters()):
         if p.dim() == 1:  # biases and norms that are not 0 and 1
             p.data += torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.1
-    theirs = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation=partial(F.gelu, approximate="tanh"), batch_first=True, norm_first=True)
+    theirs = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, activation=partial(F.gelu, approximate="tanh"),
+                                        batch_first=True, norm_first=True)
     names = {"self_attn.in_proj_weight": "qkv.weight", "self_attn.in_proj_bias": "qkv.bias", "self_attn.out_proj.weight": "proj.weight",
              "self_attn.out_proj.bias": "proj.bias", "norm1.weight": "qkv.layer_norm_weight", "norm1.bias": "qkv.layer_norm_bias",
              "norm2.weight": "mlp.layer_norm_weight", "norm2.bias": "mlp.layer_norm_bias", "linear1.weight": "mlp.fc1_weight",
@@ -1118,7 +1143,8 @@ def difference_to_pytorch():
     return ((a - b).norm() / b.norm()).item()
 
 
-check("our block computes what PyTorch's own layer computes", (apart := difference_to_pytorch()) < 1e-5, f"relative difference {apart:.1e} in FP32")
+check("our block computes what PyTorch's own layer computes", (apart := difference_to_pytorch()) < 1e-5,
+      f"relative difference {apart:.1e} in FP32")
 
 # %% [markdown]
 # Now the tour. Each module gets the weights of its twin and the same input, and both run forward and backward. The
@@ -1263,8 +1289,8 @@ def visit(name, precisions):
 RESULTS["tour"] = [visit(name, FP8S) for name in TOUR if USE_TE or name != "Block (ours)"]  # in plain PyTorch that is the same
 
 # %% [markdown]
-# The time is forward plus backward. On a GPU, four passes are recorded into one *CUDA graph* and replayed, because launched
-# one by one, kernels as small as these wait for Python. Section 8 measures both ways.
+# The time is forward plus backward. On a GPU, four passes are recorded into one *CUDA graph* and replayed, because
+# launched one by one, kernels as small as these wait for Python. Section 8 measures both ways.
 
 # %%
 def shape(size):
@@ -1283,7 +1309,8 @@ def tour_line(row):
 
 columns = ["module", "shape", "parameters", "PyTorch ms"]
 if USE_TE:
-    columns += ["TE ms", *([f"{FP8.name} ms"] if FP8 else []), f"PyTorch {BASE.name} error", f"TE {BASE.name} error", *(f"{p.name} dB" for p in FP8S)]
+    columns += ["TE ms", *([f"{FP8.name} ms"] if FP8 else []),
+                f"PyTorch {BASE.name} error", f"TE {BASE.name} error", *(f"{p.name} dB" for p in FP8S)]
 print_table(columns, [tour_line(row) for row in RESULTS["tour"]])
 if USE_TE:
     print("  (two numbers: output / worst gradient; error relative to PyTorch FP32)")
@@ -1301,8 +1328,8 @@ if not USE_TE:
     skip("TE's modules beside their twins", TE_REASON or BASE.reason or PRECISIONS["BF16"].reason)
 
 # %% [markdown]
-# One difference is too small for these tables: GELU has an exact and a tanh form, and TE uses the tanh form. The two differ
-# clearly only where little is left of the input: by 11% at -3, so we look there.
+# One difference is too small for these tables: GELU has an exact and a tanh form, and TE uses the tanh form. The two
+# differ clearly only where little is left of the input: by 11% at -3, so we look there.
 
 # %%
 def gelu_of(kit, x):
@@ -1321,8 +1348,9 @@ if USE_TE:
 # %% [markdown]
 # ## 5. MiniGPT
 #
-# Token and position embeddings, a few blocks, a final norm, a head. The head stays in 16 bits: here it is a sliver of the work,
-# and its width, the vocabulary, need not be legal for FP8. Between blocks the activations travel in the 16-bit type.
+# Token and position embeddings, a few blocks, a final norm, a head. The head stays in 16 bits: here it is a sliver of
+# the work, and its width, the vocabulary, need not be legal for FP8. Between blocks the activations travel in the
+# 16-bit type.
 
 # %%
 print("\n== 5. MiniGPT ==")
@@ -1407,11 +1435,11 @@ else:
     skip("TE model against PyTorch model", TE_REASON or PRECISIONS["BF16"].reason)
 
 # %% [markdown]
-# Second: the model is causal, and the rows of a batch do not see each other. Changing token *t* of row 0 may change only row
-# 0 from *t* on. To the bit, even in FP8 with delayed scaling, since its scales are fixed before the pass, and with
-# block scales, which belong to one token each. Current scaling takes one amax over the whole tensor: one token can change
-# the scale, and with it the rounding of all others. There the change elsewhere may be as large as the noise of FP8 itself,
-# measured as the distance to the 16-bit logits.
+# Second: the model is causal, and the rows of a batch do not see each other. Changing token *t* of row 0 may change
+# only row 0 from *t* on. To the bit, even in FP8 with delayed scaling, since its scales are fixed before the pass,
+# and with block scales, which belong to one token each. Current scaling takes one amax over the whole tensor: one
+# token can change the scale, and with it the rounding of all others. There the change elsewhere may be as large as
+# the noise of FP8 itself, measured as the distance to the 16-bit logits.
 
 # %%
 def leak(model, precision):
@@ -1443,9 +1471,10 @@ del model
 # %% [markdown]
 # ## 6. Data
 #
-# Arithmetic sequences: a random start, a random stride from 1 to 6, counted up modulo the vocabulary. Nothing can predict
-# the stride before the second token is seen. Everything after follows. So the best possible mean loss is known:
-# ln(6) nats for one token out of `seq`. And there are only vocab x 6 sequences, so a model can be examined on all of them.
+# Arithmetic sequences: a random start, a random stride from 1 to 6, counted up modulo the vocabulary. Nothing can
+# predict the stride before the second token is seen. Everything after follows. So the best possible mean loss is
+# known: ln(6) nats for one token out of `seq`. And there are only vocab x 6 sequences, so a model can be examined on
+# all of them.
 
 # %%
 print("\n== 6. Data ==")
@@ -1472,13 +1501,15 @@ EVERY = sequences(torch.arange(SETTINGS.vocab).repeat_interleave(STRIDES), torch
                   SETTINGS.seq + 1)
 for row in EVERY[[0, 7, 14]].tolist():
     print("  stride", (row[1] - row[0]) % SETTINGS.vocab, "|", *row[:16], "...")
-print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {FLOOR:.5f} nats per token; guessing costs ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.2f}.")
+print(f"{len(EVERY)} sequences exist. Floor: ln({STRIDES}) / {SETTINGS.seq} = {FLOOR:.5f} nats per token; "
+      f"guessing costs ln({SETTINGS.vocab}) = {math.log(SETTINGS.vocab):.2f}.")
 
 # %% [markdown]
 # ## 7. Training
 #
-# The optimizer holds *FP32 master weights*. A BF16 number has 8 significant bits; an update smaller than 1/512 of a weight
-# always rounds away, and one below 1/256 often. So the weights that AdamW changes are FP32. What multiplies them is cheaper:
+# The optimizer holds *FP32 master weights*. A BF16 number has 8 significant bits; an update smaller than 1/512 of a
+# weight always rounds away, and one below 1/256 often. So the weights that AdamW changes are FP32. What multiplies
+# them is cheaper:
 #
 # - TE reads an FP32 matrix and writes its FP8 copy directly. A BF16 copy in between would only be moved twice.
 # - TE can write the gradient of a matrix in FP32, straight into a buffer we give it (`fuse_wgrad_accumulation`, `main_grad`),
@@ -1561,10 +1592,10 @@ class MasterAdamW:
             p.quantize_(master)
 
 # %% [markdown]
-# One `Trainer` serves training, benchmark and tests: one model, one optimizer, one step. A step of this model is some hundred
-# kernels of a few microseconds each, and Python launches them more slowly than the GPU runs them. So on a GPU the whole
-# step, optimizer included, is recorded once into a *CUDA graph* and then replayed by a single launch. The graph reads its
-# batch from fixed buffers. TE's scale updates are recorded with it; a replay needs no autocast.
+# One `Trainer` serves training, benchmark and tests: one model, one optimizer, one step. A step of this model is some
+# hundred kernels of a few microseconds each, and Python launches them more slowly than the GPU runs them. So on a GPU
+# the whole step, optimizer included, is recorded once into a *CUDA graph* and then replayed by a single launch. The
+# graph reads its batch from fixed buffers. TE's scale updates are recorded with it; a replay needs no autocast.
 
 # %%
 class Trainer:
@@ -1694,7 +1725,8 @@ def progress_bar(total, title):
 
 
 def train(precision, seed, steps=SETTINGS.steps, each_step=lambda step, trainer: None):
-    """Train a fresh MiniGPT; returns (trainer, losses per step, ms per step, why there was no CUDA graph). Raises Stop when the loss is not finite."""
+    """Train a fresh MiniGPT; returns (trainer, losses per step, ms per step, why there was no CUDA graph).
+    Raises Stop when the loss is not finite."""
     trainer = Trainer(KIT, precision, SETTINGS.batch)
     trainer.fill(*next(batches(seed, SETTINGS.batch)))  # so that the warm-up fits the FP8 scales to real data
     trainer.optimizer.set_lr(0)
@@ -1721,12 +1753,13 @@ def train(precision, seed, steps=SETTINGS.steps, each_step=lambda step, trainer:
     return trainer, losses.tolist(), statistics.median(times), no_graph
 
 # %% [markdown]
-# With FP8, the model is trained twice in the base precision, on different data, and once in FP8, on the same batches as the
-# first of the two; without FP8, once. All start from the same weights. The two show how much chance alone moves the
-# result: a fair yardstick for what FP8 changes. (Where chance happens to move less than 1% of the floor, that 1% counts.)
+# With FP8, the model is trained twice in the base precision, on different data, and once in FP8, on the same batches
+# as the first of the two; without FP8, once. All start from the same weights. The two show how much chance alone
+# moves the result: a fair yardstick for what FP8 changes. (Where chance happens to move less than 1% of the floor,
+# that 1% counts.)
 #
-# Sixty steps, as many demonstrations take, are too few to learn the rule. For the full model on an H200, 500 steps continued all but
-# one of the two-token prompts, and 1,000 continued all of them. The default leaves some room.
+# Sixty steps, as many demonstrations take, are too few to learn the rule. For the full model on an H200, 500 steps
+# continued all but one of the two-token prompts, and 1,000 continued all of them. The default leaves some room.
 
 # %%
 TIMELINE = []  # (step, [scales of block 0]), recorded while FP8 trains
@@ -1764,13 +1797,14 @@ if FP8:
     noise = max(EXAMS[BASE.name]) - min(EXAMS[BASE.name])
     apart = abs(EXAMS[FP8.name][0] - EXAMS[BASE.name][0])
     check("FP8 learns as well", apart <= max(noise, 0.01 * FLOOR),
-          f"FP8 and {BASE.name} end {apart:.1e} apart; {BASE.name} with other data moves by {noise:.1e}; 1% of the floor is {0.01 * FLOOR:.1e}")
+          f"FP8 and {BASE.name} end {apart:.1e} apart; {BASE.name} with other data moves by {noise:.1e}; "
+          f"1% of the floor is {0.01 * FLOOR:.1e}")
 else:
     skip("training in FP8", PRECISIONS["FP8 delayed"].reason)
 
 # %% [markdown]
-# Did the master weights matter? Take one more step, at half the peak learning rate and at a hundredth of it, and ask which
-# of its updates a BF16 weight would have swallowed.
+# Did the master weights matter? Take one more step, at half the peak learning rate and at a hundredth of it, and ask
+# which of its updates a BF16 weight would have swallowed.
 
 # %%
 initial, now = weights_of(new_model(KIT)), weights_of(TRAINED.model)
@@ -1790,11 +1824,11 @@ check("master weights are FP32", all(w.dtype == torch.float32 for w in TRAINED.o
 del initial, now, before, pairs  # copies of a large model
 
 # %% [markdown]
-# Two controls. The same seed must give the same losses: to the bit where every kernel adds in a fixed order. On a GPU the
-# fused attention adds the gradients of the queries in whichever order its thread blocks finish, so the last bits may
-# differ from run to run; the first loss, before any backward pass, may not. And on uniformly random tokens, nothing can be
-# learned: a loss below ln(vocab) would mean that the model sees the token it should predict. Short sequences, because
-# in long ones such a leak takes hundreds of steps to be found.
+# Two controls. The same seed must give the same losses: to the bit where every kernel adds in a fixed order. On a GPU
+# the fused attention adds the gradients of the queries in whichever order its thread blocks finish, so the last bits
+# may differ from run to run; the first loss, before any backward pass, may not. And on uniformly random tokens,
+# nothing can be learned: a loss below ln(vocab) would mean that the model sees the token it should predict. Short
+# sequences, because in long ones such a leak takes hundreds of steps to be found.
 
 # %%
 def first_losses(precision, steps=10):
@@ -1820,13 +1854,13 @@ del trainer
 # ## 8. Benchmark
 #
 # A ladder, from plain PyTorch upward: each row changes one thing in an earlier one. All rows run the same full step
-# (forward, backward, optimizer) from the same FP32 weights on the same batch, with the same causal mask and no dropout.
-# They take turns in short rounds, so that warming up and throttling affect them alike. (The slow FP32 rows, and rows that
-# do not fit in memory beside the others, take turns in groups of their own.) The honest rival of TE is not PyTorch as it
-# comes, but PyTorch with `torch.compile` and a CUDA graph.
+# (forward, backward, optimizer) from the same FP32 weights on the same batch, with the same causal mask and no
+# dropout. They take turns in short rounds, so that warming up and throttling affect them alike. (The slow FP32 rows,
+# and rows that do not fit in memory beside the others, take turns in groups of their own.) The honest rival of TE is
+# not PyTorch as it comes, but PyTorch with `torch.compile` and a CUDA graph.
 #
-# First the ceiling: how fast this card multiplies large matrices. A share of a measured ceiling says more than a share of
-# a data sheet.
+# First the ceiling: how fast this card multiplies large matrices. A share of a measured ceiling says more than a
+# share of a data sheet.
 
 # %%
 print("\n== 8. Benchmark ==")
@@ -1873,9 +1907,9 @@ if CEILING:
           ", ".join(f"{k} {digits(rate)} TFLOP/s" for k, rate in CEILING.items()))
 
 # %% [markdown]
-# The work in a step is counted by hand. Each weight of a matrix takes part in 6 floating-point operations per token: a
-# multiplication and an addition in forward, and twice that in backward. Causal attention adds 6 T^2 d_model per layer and
-# sequence, half of what a full square would.
+# The work in a step is counted by hand. Each weight of a matrix takes part in 6 floating-point operations per token:
+# a multiplication and an addition in forward, and twice that in backward. Causal attention adds 6 T^2 d_model per
+# layer and sequence, half of what a full square would.
 
 # %%
 def flops_per_step(s, rows):
@@ -1885,8 +1919,8 @@ def flops_per_step(s, rows):
 
 
 # %% [markdown]
-# A `Row` is one line of the ladder. Rows that differ only in how a step is launched share one trainer, with and without its
-# graph. A turn lasts about 0.6 s, but at least two steps, and its first step does not count.
+# A `Row` is one line of the ladder. Rows that differ only in how a step is launched share one trainer, with and
+# without its graph. A turn lasts about 0.6 s, but at least two steps, and its first step does not count.
 
 # %%
 @contextlib.contextmanager
@@ -1965,9 +1999,9 @@ class Row:
                 "peak_memory_gb": self.peak_gb, "first_loss": self.first_loss}
 
 # %% [markdown]
-# `torch.compile` joins small kernels into larger ones. The PyTorch model is compiled whole; of the TE model only the two
-# ends (embedding, final norm, loss), since TE's modules are compiled already. In the training above it was left out: it
-# would have taken longer than it saves.
+# `torch.compile` joins small kernels into larger ones. The PyTorch model is compiled whole; of the TE model only the
+# two ends (embedding, final norm, loss), since TE's modules are compiled already. In the training above it was left
+# out: it would have taken longer than it saves.
 #
 # Three variations of the FP8 row follow it:
 #
@@ -2087,12 +2121,12 @@ def run_ladder(rows):
     return done
 
 # %% [markdown]
-# How to read the table. *ms* is the median of a whole step, with the interquartile range beside it. *launch* is the time the
-# CPU needs to launch a step: where it comes near to *ms*, the GPU waits for Python. *share* is the part of this card's own
-# matrix multiplication rate (for FP8: of the fastest one with a scale per tensor). *gain* is the speed-up against the row
-# that this one changes: mostly the row above, for TE from Python the PyTorch row launched the same way, and for everything
-# below the FP8 row with a graph that row. *best PyTorch* is the speed-up against the fastest plain PyTorch row. Below 1
-# means slower.
+# How to read the table. *ms* is the median of a whole step, with the interquartile range beside it. *launch* is the
+# time the CPU needs to launch a step: where it comes near to *ms*, the GPU waits for Python. *share* is the part of
+# this card's own matrix multiplication rate (for FP8: of the fastest one with a scale per tensor). *gain* is the
+# speed-up against the row that this one changes: mostly the row above, for TE from Python the PyTorch row launched
+# the same way, and for everything below the FP8 row with a graph that row. *best PyTorch* is the speed-up against the
+# fastest plain PyTorch row. Below 1 means slower.
 
 # %%
 def compare(new, old, unsure=0.0):
@@ -2113,7 +2147,8 @@ def print_ladder(rows):
     ms = {r["row"]: r["ms_median"] for r in rows}
     cells = []
     for r in rows:
-        cells.append([r["row"], f"{r['ms_median']:.2f} ({r['ms_iqr']:.2f})", f"{r['cpu_launch_ms']:.2f}" if DEVICE == "cuda" else "-", f"{r['tokens_per_s']:,.0f}",
+        cells.append([r["row"], f"{r['ms_median']:.2f} ({r['ms_iqr']:.2f})",
+                      f"{r['cpu_launch_ms']:.2f}" if DEVICE == "cuda" else "-", f"{r['tokens_per_s']:,.0f}",
                       digits(r["tflops"]), f"{r['share_of_gemm']:.0%}" if r["share_of_gemm"] else "-",
                       f"{r['peak_memory_gb']:.2f}" if r["peak_memory_gb"] else "-",
                       f"{ms[r['changes']] / r['ms_median']:.2f}x" if r["changes"] in ms else "-", f"{plain / r['ms_median']:.2f}x"])
@@ -2123,7 +2158,8 @@ def print_ladder(rows):
 LADDER = run_ladder(ladder()) if BENCHMARK else []
 RESULTS["benchmark"], RESULTS["gemm_tflops"] = LADDER, CEILING
 if LADDER:
-    print(f"Full training step, {SETTINGS.bench_batch} sequences of {SETTINGS.seq} tokens, width {SETTINGS.d_model}, {SETTINGS.n_layers} layers:")
+    print(f"Full training step, {SETTINGS.bench_batch} sequences of {SETTINGS.seq} tokens, "
+          f"width {SETTINGS.d_model}, {SETTINGS.n_layers} layers:")
     print_ladder(LADDER)
 else:
     skip("the benchmark", NO_BENCHMARK)
@@ -2176,7 +2212,8 @@ for sentence in findings(LADDER, BASE.name, FP8 and FP8.name):
 if LADDER:
     first = [r["first_loss"] for r in LADDER if r["first_loss"]]
     if len(first) > 1:
-        check("every row starts from the same loss", max(first) / min(first) < 1.002, f"{min(first):.5f} to {max(first):.5f}, before any step")
+        check("every row starts from the same loss", max(first) / min(first) < 1.002,
+              f"{min(first):.5f} to {max(first):.5f}, before any step")
     check("the benchmark measured every row", all(math.isfinite(r["ms_median"]) and r["ms_median"] > 0 for r in LADDER),
           f"rows: {len(LADDER)}, each timed in 5 rounds")
     if any(r["share_of_gemm"] for r in LADDER):
@@ -2184,13 +2221,15 @@ if LADDER:
         check("no row beats the ceiling", top["share_of_gemm"] <= 1.05, f"highest share {top['share_of_gemm']:.0%} ({top['row']})")
     if any(r["row"].endswith("fast accumulation") for r in LADDER):
         split, fast = RESULTS["tour"][-1]["db"][FP8.name][1], visit("Block (ours)", [FAST])["db"][FP8.name][1]
-        check("fast accumulation keeps the gradients", fast > split - 1, f"worst gradient of a block {fast:.1f} dB, {split:.1f} with the split accumulator")
+        check("fast accumulation keeps the gradients", fast > split - 1,
+              f"worst gradient of a block {fast:.1f} dB, {split:.1f} with the split accumulator")
 
 # %% [markdown]
 # ### From which width does FP8 pay?
 #
-# FP8 saves time in matrix multiplications and spends time on casts. Per layer, token and step, the matrix multiplications of
-# a block are 72 W^2 floating-point operations (W is the width). And this is what FP8 moves on top of BF16, in bytes:
+# FP8 saves time in matrix multiplications and spends time on casts. Per layer, token and step, the matrix
+# multiplications of a block are 72 W^2 floating-point operations (W is the width). And this is what FP8 moves on top
+# of BF16, in bytes:
 #
 # - 1 for each number that leaves a fused norm or GELU (6 W of them): it is written in 8 bits instead of 16, but then read
 #   and written once more, for the transposed copy that backward needs;
@@ -2198,13 +2237,14 @@ if LADDER:
 #   them): 16 bits read, 8 written twice;
 # - nothing for the gradient of fc1, which leaves the fused GELU gradient in 8 bits twice instead of 16 once.
 #
-# Together 30 W bytes, on Ada and Hopper with delayed scaling. (Blackwell multiplies without a transposed copy, and other
-# recipes move other amounts: nothing is predicted there.) So FP8 pays when
+# Together 30 W bytes, on Ada and Hopper with delayed scaling. (Blackwell multiplies without a transposed copy, and
+# other recipes move other amounts: nothing is predicted there.) So FP8 pays when
 #
 #     72 W^2 (1 / rate16 - 1 / rate8)  >  30 W / bandwidth
 #
-# The number of tokens cancels out. It comes back through the CPU: launched from Python, a step is hardly faster than its
-# launch, and only enough work per kernel hides that. Below, both are measured, with the rates of this card at each width.
+# The number of tokens cancels out. It comes back through the CPU: launched from Python, a step is hardly faster than
+# its launch, and only enough work per kernel hides that. Below, both are measured, with the rates of this card at
+# each width.
 
 # %%
 def bandwidth():
@@ -2261,7 +2301,8 @@ if BENCHMARK and FP8 and "FP8" in CEILING and f"TE {FP8.name} + graph" in {r["ro
     ratio = {how: [r[BASE.name, how] / r[FP8.name, how] for r in SWEEP] for how in ("eager", "graph")}
     print_table(["width", "tokens", f"{BASE.name} ms", f"{FP8.name} ms", "speed-up", "predicted", "speed-up from Python"],
                 [[r["width"], r["tokens"], f"{r[BASE.name, 'graph']:.2f}", f"{r[FP8.name, 'graph']:.2f}", f"{g:.2f}x",
-                  f"{r[BASE.name, 'graph'] / r['predicted']:.2f}x" if "predicted" in r else "-", f"{e:.2f}x"] for r, g, e in zip(SWEEP, ratio["graph"], ratio["eager"])])
+                  f"{r[BASE.name, 'graph'] / r['predicted']:.2f}x" if "predicted" in r else "-", f"{e:.2f}x"]
+                 for r, g, e in zip(SWEEP, ratio["graph"], ratio["eager"])])
 RESULTS["crossover"] = [{k if isinstance(k, str) else " ".join(k): v for k, v in r.items()} for r in SWEEP]
 
 # %%
@@ -2283,7 +2324,8 @@ def answer(title, points):
     if found is None:
         return f"{title}: FP8 does not pay at any width up to {max(points)[0]}"
     low, width, high = found
-    return f"{title}: FP8 pays " + (f"from width {high} at the latest" if low is None else f"from a width between {low} and {high} (about {width:.0f})")
+    return f"{title}: FP8 pays " + (f"from width {high} at the latest" if low is None else
+                                    f"from a width between {low} and {high} (about {width:.0f})")
 
 
 for tokens in sorted({r["tokens"] for r in SWEEP}):
@@ -2303,11 +2345,11 @@ elif BENCHMARK:
 # %% [markdown]
 # ### Where the memory goes
 #
-# FP8 is often bought for memory, and often disappoints: weights stay in FP32, and AdamW keeps two more numbers for each.
-# The ledger predicts what must lie in memory between steps: 4 bytes for each master weight, 8 for AdamW, 4 for each
-# gradient that TE writes into a buffer of its own, 2 for the 16-bit vectors. What a step keeps for backward is measured.
-# Part of it is known: the copies of the matrices that multiply, 2 bytes per weight in BF16 (one copy) as in FP8 (two, one
-# of them transposed; Blackwell needs only one). The rest are activations.
+# FP8 is often bought for memory, and often disappoints: weights stay in FP32, and AdamW keeps two more numbers for
+# each. The ledger predicts what must lie in memory between steps: 4 bytes for each master weight, 8 for AdamW, 4 for
+# each gradient that TE writes into a buffer of its own, 2 for the 16-bit vectors. What a step keeps for backward is
+# measured. Part of it is known: the copies of the matrices that multiply, 2 bytes per weight in BF16 (one copy) as in
+# FP8 (two, one of them transposed; Blackwell needs only one). The rest are activations.
 
 # %%
 def ledger(precision):
@@ -2346,7 +2388,8 @@ else:
     skip("the memory ledger", "PyTorch counts memory on a GPU only")
 if len(RESULTS["memory"]) == 2:
     a, b = RESULTS["memory"]
-    print(f"At its peak, {b['precision']} takes {compare_memory(b['peak'], a['peak'], 0.005 * a['peak'])} {a['precision']}. The FP32 state between steps is the same; "
+    print(f"At its peak, {b['precision']} takes {compare_memory(b['peak'], a['peak'], 0.005 * a['peak'])} {a['precision']}. "
+          "The FP32 state between steps is the same; "
           f"the activations kept for backward are {b['activations'] / 1e6:,.0f} instead of {a['activations'] / 1e6:,.0f} MB.")
 
 # %% [markdown]
@@ -2357,9 +2400,10 @@ if len(RESULTS["memory"]) == 2:
 # forward (input, weight, output) and two in backward (gradient of the output, gradient of the input). Outputs and input
 # gradients leave the GEMM in 16 bits, so their columns stay at scale 1 and are not shown.
 #
-# Reading a history has two traps. Row 0 is the staging row, zero after each update; the newest value is in the *last* row.
-# And the update that sets the scale also drops the oldest value, so the maximum of what is left can be smaller than the
-# one the scale came from. To see the whole window, we copy the history, take one more step, and add the new last row.
+# Reading a history has two traps. Row 0 is the staging row, zero after each update; the newest value is in the *last*
+# row. And the update that sets the scale also drops the oldest value, so the maximum of what is left can be smaller
+# than the one the scale came from. To see the whole window, we copy the history, take one more step, and add the new
+# last row.
 
 # %%
 print("\n== 9. The state behind FP8 ==")
@@ -2409,8 +2453,8 @@ else:
     skip("the FP8 state", PRECISIONS["FP8 delayed"].reason)
 
 # %% [markdown]
-# Gradients are far smaller than activations, and shrink as the loss falls. Their scales follow. That is why no loss scaling
-# is needed in FP8.
+# Gradients are far smaller than activations, and shrink as the loss falls. Their scales follow. That is why no loss
+# scaling is needed in FP8.
 
 # %%
 def scale_lines():
@@ -2432,8 +2476,9 @@ if RESULTS["fp8_timeline"]:
 # ## 10. Greedy generation
 #
 # A prompt of two tokens already determines the rest, so every continuation can be checked. The generator works on one
-# buffer of the full length: right padding is harmless under a causal mask as long as we read the logits of the last real
-# position. (With current scaling it may change the amax, and so the rounding.) Rows are padded too, so that one prompt of any length is legal in FP8.
+# buffer of the full length: right padding is harmless under a causal mask as long as we read the logits of the last
+# real position. (With current scaling it may change the amax, and so the rounding.) Rows are padded too, so that one
+# prompt of any length is legal in FP8.
 
 # %%
 print("\n== 10. Greedy generation ==")
@@ -2456,7 +2501,8 @@ def generate(model, precision, prompts, n_new):
 
 
 GENERATE_IN = FP8 or BASE
-for row in generate(TRAINED.model, GENERATE_IN, EVERY[[i % len(EVERY) for i in (5, 100, 300)], : SETTINGS.prompt].to(DEVICE), SETTINGS.gen).tolist():
+few = EVERY[[i % len(EVERY) for i in (5, 100, 300)], : SETTINGS.prompt].to(DEVICE)
+for row in generate(TRAINED.model, GENERATE_IN, few, SETTINGS.gen).tolist():
     print("  prompt", *row[: SETTINGS.prompt], "->", *row[SETTINGS.prompt:], "| strides",
           sorted({(b - a) % SETTINGS.vocab for a, b in zip(row, row[1:])}))
 
@@ -2483,10 +2529,10 @@ for length, n_new in ((2, SETTINGS.gen), (SETTINGS.prompt, SETTINGS.gen), (SETTI
           f"{rate:.1%} exact, {n_new} new tokens each, {speed:,.0f} tokens/s")
 
 # %% [markdown]
-# Two more checks. Padding must not change what is generated: the reference is the PyTorch twin with the same weights, one
-# unpadded prompt at a time, odd lengths included. Its speed is measured too, as the plain loop to compare with. (Neither
-# keeps the keys and values of earlier tokens, so neither is as fast as an inference library.) And generation must leave no
-# trace in the training state.
+# Two more checks. Padding must not change what is generated: the reference is the PyTorch twin with the same weights,
+# one unpadded prompt at a time, odd lengths included. Its speed is measured too, as the plain loop to compare with.
+# (Neither keeps the keys and values of earlier tokens, so neither is as fast as an inference library.) And generation
+# must leave no trace in the training state.
 
 # %%
 @torch.inference_mode()
@@ -2509,8 +2555,8 @@ begin = time.perf_counter()
 for prompt in EVERY[:3, : SETTINGS.prompt]:
     unpadded(twin, BASE, prompt, SETTINGS.gen).cpu()
 RESULTS["generation"]["plain_tokens_per_s"] = 3 * SETTINGS.gen / (time.perf_counter() - begin)
-print("  in batches: {tokens_per_s:,.0f} tokens/s; the plain loop, one prompt at a time: {plain_tokens_per_s:,.0f}. The batch does that, not FP8.".format(
-    **RESULTS["generation"]))
+print("  in batches: {tokens_per_s:,.0f} tokens/s; the plain loop, one prompt at a time: {plain_tokens_per_s:,.0f}. "
+      "The batch does that, not FP8.".format(**RESULTS["generation"]))
 after = [(s.scale, s.amax_history) for _, _, s in fp8_states(TRAINED.model)], TRAINED.model.training
 check("generation leaves no trace",
       before[1] and after[1] and all(torch.equal(x, y) for a, b in zip(before[0], after[0], strict=True) for x, y in zip(a, b)),
@@ -2555,7 +2601,8 @@ def draw():
         widths.set(title="FP8 speed-up by width", xlabel="d_model")
         widths.legend()
     for axes, there, what in ((bench, LADDER, "benchmark: switched off"), (widths, SWEEP, "FP8 speed-up by width: not measured here"),
-                              (scales, RESULTS["fp8_timeline"], f"FP8 scales: {FP8.name} keeps no history" if FP8 else "FP8 scales: no FP8 here")):
+                              (scales, RESULTS["fp8_timeline"],
+                               f"FP8 scales: {FP8.name} keeps no history" if FP8 else "FP8 scales: no FP8 here")):
         if not there:
             axes.clear()
             axes.axis("off")
@@ -2585,14 +2632,17 @@ if SKIPPED:
     for line in SKIPPED:
         print("  -", line)
 print("Try next:")
-NEXT = {"--n-layers 4": "a deeper model", "--benchmark full": "torch.compile too", "--seed 7": "other weights and batches"} if DEVICE == "cpu" else {
-    f"--d-model {2048 if MACHINE.memory_gb > 40 else 1024} --n-layers 12": "a model that fills the GPU", "--recipe current": "FP8 without a history",
+NEXT = {"--n-layers 4": "a deeper model", "--benchmark full": "torch.compile too",
+        "--seed 7": "other weights and batches"} if DEVICE == "cpu" else {
+    f"--d-model {2048 if MACHINE.memory_gb > 40 else 1024} --n-layers 12": "a model that fills the GPU",
+    "--recipe current": "FP8 without a history",
     "--amax-history 1024": "a longer memory", "--benchmark full": "more widths, and fewer tokens"}
 for command, why in NEXT.items():
     if not any(flag[2:].replace("-", "_") in GIVEN for flag in command.split()[::2]):
         print(f"  python te_tutorial.py {command:30s}  {why}")
 print(f"Written: {OUT / 'results.json'}{f', {FIGURE}' if FIGURE else ''}")
-print(f"{len(RESULTS['checks']) - len(failed)} of {len(RESULTS['checks'])} checks passed" + (f"; FAILED: {', '.join(c['name'] for c in failed)}" if failed else ""))
+print(f"{len(RESULTS['checks']) - len(failed)} of {len(RESULTS['checks'])} checks passed"
+      + (f"; FAILED: {', '.join(c['name'] for c in failed)}" if failed else ""))
 if WORLD > 1:
     torch.distributed.barrier()  # a process that ends with 1 makes torchrun kill the others
     torch.distributed.destroy_process_group()
