@@ -65,7 +65,7 @@ class Bench:
         bench = self
 
         class Trainer:
-            capture_fails, build_fails, turn_fails = "", {}, {}  # {kit: exception}; turns fail after ten steps
+            capture_fails, build_fails, turn_fails = "", {}, {}  # {kit: exception}, and {(kit, graph): exception} after ten steps
 
             def __init__(self, kit, precision, rows, **how):
                 if kit.name in self.build_fails:
@@ -80,8 +80,8 @@ class Bench:
 
             def run(self, *batch):
                 bench.ran.append((self.kit, bool(self.graph)))
-                if self.kit in self.turn_fails and bench.ran.count(bench.ran[-1]) > 10:
-                    raise self.turn_fails[self.kit]
+                if bench.ran[-1] in self.turn_fails and bench.ran.count(bench.ran[-1]) > 10:
+                    raise self.turn_fails[bench.ran[-1]]
                 bench.now += next(bench.ms[bench.ran[-1]]) / 1e3
                 return torch.zeros(())
 
@@ -90,7 +90,7 @@ class Bench:
         self.names = script_names(
             "Row", "run_ladder", DEVICE="cpu", Trainer=Trainer, SETTINGS=settings, CEILING={"BF16": 10.0, "FP8": 20.0}, Precision=object,
             time=types.SimpleNamespace(perf_counter=lambda: bench.now), batches=lambda *a: itertools.repeat((torch.zeros(1), torch.zeros(1))),
-            flops_per_step=lambda s, rows: 80e9, progress_bar=lambda *a: None, skip=lambda *line: self.skipped.append(line), **given)
+            flops_per_step=lambda s, rows: 80e9, progress_bar=lambda *a: types.SimpleNamespace(update=lambda: None, close=lambda: None), skip=lambda *line: self.skipped.append(line), **given)
 
     def row(self, name, kit, graph=False, precision="BF16", **more):
         made = types.SimpleNamespace(name=precision, recipe="a recipe" if "FP8" in precision else None)
@@ -133,9 +133,21 @@ def test_a_trainer_that_others_use_stays():
 
 def test_a_row_that_runs_out_of_memory_later_takes_out_itself_alone():
     bench = Bench({("A", False): 1.0, ("B", False): 1.0})
-    bench.Trainer.turn_fails = {"A": torch.OutOfMemoryError()}
+    bench.Trainer.turn_fails = {("A", False): torch.OutOfMemoryError()}
     done = bench.names.run_ladder([bench.row("a", "A"), bench.row("b", "B")])
     assert [r["row"] for r in done] == ["b"] and bench.skipped == [("benchmark row a", "not enough GPU memory")]
+
+
+def test_a_row_that_fails_leaves_the_graph_and_tf32_as_they_were():
+    """It shares its trainer with a row that runs by graph, and the switch for TF32 with everybody."""
+    bench = Bench({("A", False): 1.0, ("A", True): 0.5})
+    bench.Trainer.turn_fails = {("A", False): torch.OutOfMemoryError()}
+    before = torch.backends.cuda.matmul.allow_tf32
+    done = bench.names.run_ladder([bench.row("a", "A", tf32=True), bench.row("a + graph", "A", True)])
+    assert torch.backends.cuda.matmul.allow_tf32 is before is False
+    assert [r["row"] for r in done] == ["a + graph"] and done[0]["ms_median"] == pytest.approx(0.5)
+    failed = len(bench.ran) - 1 - bench.ran[::-1].index(("A", False))
+    assert len(bench.ran[failed + 1:]) > 5 and set(bench.ran[failed + 1:]) == {("A", True)}
 
 
 def test_figures_of_a_row():
